@@ -1,0 +1,90 @@
+"""One vocabulary for every upstream: what a call asks for, after its adapter has read it. Ground floor: torch only."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+# How the rows of an update lie in x: the axes of (rows, channels); a third axis, where there is one, has one element.
+ROWS = {"ND": (0, 1), "N1D": (0, 2), "1ND": (1, 2), "ND1": (0, 1)}
+
+
+class UpdateCall(NamedTuple):
+    """One decode step, one token a row.
+
+    x: [N, D], or with a unit axis as `form` says; conv_state: [S, D, L], mutated in place, or None for no history;
+    weight: [D, W]; bias: [D]; residual: like x; conv_state_indices: [N] int32, `pad_slot_id` marks padding rows.
+    """
+
+    x: Tensor
+    form: str
+    conv_state: Tensor | None
+    weight: Tensor
+    bias: Tensor | None
+    residual: Tensor | None
+    activation: str | None
+    cache_seqlens: Tensor | None
+    conv_state_indices: Tensor | None
+    pad_slot_id: int
+
+
+class ConvCall(NamedTuple):
+    """A full sequence.
+
+    x: [B, D, T]; weight: [D, W]; bias: [D]; residual: like x; initial_states: [N, D, L]; cu_seqlens: [N+1];
+    seq_idx: [B, T]; final states have `state_len` columns, channel-last or compact, or go to `final_states_out`.
+    `channel_last`: the caller needs a y whose channels are neighbours, whatever x is.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    residual: Tensor | None
+    activation: str | None
+    cu_seqlens: Tensor | None
+    seq_idx: Tensor | None
+    initial_states: Tensor | None
+    return_final_states: bool
+    final_states_out: Tensor | None
+    state_len: int
+    compact_states: bool
+    channel_last: bool
+
+
+class BackwardCall(NamedTuple):
+    """The gradients of a ConvCall: dy is like x in shape, of any strides; one of dy and dfinal_states may be None."""
+
+    x: Tensor
+    dy: Tensor | None
+    dfinal_states: Tensor | None
+    weight: Tensor
+    bias: Tensor | None
+    residual: Tensor | None
+    activation: str | None
+    cu_seqlens: Tensor | None
+    seq_idx: Tensor | None
+    initial_states: Tensor | None
+    state_len: int
+    needs_x: bool
+    needs_weight: bool
+    needs_bias: bool
+    needs_initial: bool
+    channel_last: bool
+
+
+class StatesCall(NamedTuple):
+    """The last `state_len` tokens of every sequence of x [B, D, T], after its initial state."""
+
+    x: Tensor
+    initial_states: Tensor | None
+    cu_seqlens: Tensor | None
+    state_len: int
+    compact_states: bool
+
+
+def rows_view(tensor: Tensor, form: str) -> Tensor:
+    """The [N, D] view of an update's x, residual or y."""
+    if form == "ND":
+        return tensor
+    return tensor.select({"N1D": 1, "1ND": 0, "ND1": 2}[form], 0)

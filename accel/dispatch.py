@@ -1,0 +1,145 @@
+"""The only place that chooses: read the call, admit it, record the route, run the operation or the original.
+
+A decline hands the original the very arguments that came, before anything was touched. A failure after admission is
+raised, never turned into a fallback.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from accel import admission, environment
+from accel.call import BackwardCall, ConvCall, StatesCall, UpdateCall
+from accel.ops import conv, update
+from accel.reasons import Decline, Reason
+from accel.routes import Route, profiler_range, profiling, record
+
+
+class Operation(NamedTuple):
+    """What serves one kind of call: the first failed check, all failed checks, and the operation itself."""
+
+    admit: Callable
+    checks: Callable
+    run: Callable
+
+
+OPERATIONS: dict[type, Operation] = {
+    UpdateCall: Operation(admission.admit_update, admission.update_checks, update.run),
+    ConvCall: Operation(admission.admit_conv, admission.conv_checks, conv.run),
+    BackwardCall: Operation(admission.admit_backward, admission.backward_checks, conv.backward),
+    StatesCall: Operation(admission.admit_states, admission.states_checks, conv.run_states),
+}
+
+
+class Adapter(NamedTuple):
+    """One upstream callable: `read` has its signature and gives a call, or a Decline where our words do not reach.
+
+    `give` turns (result, call) into what the upstream returns.
+    """
+
+    call: type
+    read: Callable[..., Any]
+    give: Callable[[Any, Any], Any]
+
+
+class Binding:
+    """One swapped callable. `live` is False once it was restored: then it is the original, in other wrappers too."""
+
+    __slots__ = ("adapter", "callable", "live", "native", "operation", "original", "target")
+
+    def __init__(self, adapter: Adapter, target: str, name: str, original: Callable):
+        self.adapter = adapter
+        self.operation = OPERATIONS[adapter.call]
+        self.target = target
+        self.callable = name
+        self.original = original
+        self.native = {backend: Route(target, name, "native", backend, None, "") for backend in ("cute", "cpu")}
+        self.live = True
+
+
+def wrap(adapter: Adapter, target: str, name: str, original: Callable) -> Callable:
+    """The replacement of `original`: its signature, name, module and docs; `__accel__` holds the binding."""
+    binding = Binding(adapter, target, name, original)
+
+    @functools.wraps(original)
+    def wrapper(*args, **kwargs):
+        return run(binding, args, kwargs)
+
+    for name in [name for name in wrapper.__dict__ if name.startswith("_torchdynamo")]:
+        # copied from the original, they would send a compiler past us
+        del wrapper.__dict__[name]
+    wrapper.__accel__ = binding
+    return wrapper
+
+
+def run(binding: Binding, args: tuple, kwargs: dict) -> Any:
+    """Serve one call of a swapped callable."""
+    if not binding.live:
+        return binding.original(*args, **kwargs)
+    call, decline = _read(binding, args, kwargs)
+    if decline is None:
+        facts = environment.facts(call.x.device)
+        decline = binding.operation.admit(call, facts)
+    if decline is not None:
+        route = Route(binding.target, binding.callable, "fallback", None, decline.reason.value, str(decline))
+        return _recorded(route, lambda: binding.original(*args, **kwargs))
+    record(binding.native[facts.backend])
+    try:
+        if profiling():
+            with profiler_range(binding.target, "native"):
+                return binding.adapter.give(binding.operation.run(call, facts), call)
+        return binding.adapter.give(binding.operation.run(call, facts), call)
+    except Exception as error:
+        record(Route(binding.target, binding.callable, "error", None, type(error).__name__, str(error)))
+        raise
+
+
+def _read(binding: Binding, args: tuple, kwargs: dict) -> tuple[Any, Decline | None]:
+    try:
+        call = binding.adapter.read(*args, **kwargs)
+    except (TypeError, AttributeError, RuntimeError) as error:
+        # arguments that do not bind, a non-tensor, a view that would copy: the original answers in its own words
+        return None, Decline(Reason.UNSUPPORTED_ARGUMENT, "arguments", "the upstream's signature", str(error))
+    return (None, call) if isinstance(call, Decline) else (call, None)
+
+
+def _recorded(route: Route, original: Callable[[], Any]) -> Any:
+    record(route)
+    if profiling():
+        with profiler_range(route.target, route.path):
+            return original()
+    return original()
+
+
+class Explanation(NamedTuple):
+    """Why a call would take its route: the route, and every failed check."""
+
+    route: Route
+    failed: tuple[Decline, ...]
+
+    def __str__(self) -> str:
+        return "\n".join([str(self.route), *(f"  {decline.reason}: {decline}" for decline in self.failed)])
+
+
+def explain(function: Callable, *args: Any, **kwargs: Any) -> Explanation:
+    """What a swapped callable would do with these arguments, without running it.
+
+    Raises ValueError where `function` is not one that accel has swapped.
+    """
+    binding = getattr(function, "__accel__", None)
+    if not isinstance(binding, Binding):
+        raise ValueError(f"function: expected a callable that accel has swapped, got {function!r}")
+    call, decline = _read(binding, args, kwargs)
+    if decline is not None:
+        failed = (decline,)
+    else:
+        facts = environment.facts(call.x.device)
+        failed = tuple(binding.operation.checks(call, facts))
+    if failed:
+        first = failed[0]
+        return Explanation(
+            Route(binding.target, binding.callable, "fallback", None, first.reason.value, str(first)), failed
+        )
+    return Explanation(binding.native[facts.backend], ())

@@ -1,0 +1,6 @@
+"""The operations, usable without any patching: shapes, dtypes and errors are in each docstring."""
+
+from accel.ops.conv import causal_conv1d, causal_conv1d_varlen_states
+from accel.ops.update import causal_conv1d_update
+
+__all__ = ["causal_conv1d", "causal_conv1d_update", "causal_conv1d_varlen_states"]

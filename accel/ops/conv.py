@@ -1,0 +1,243 @@
+"""`causal_conv1d` and `causal_conv1d_varlen_states`: full sequences, forward and backward.
+
+Allocates outputs and launches; admission has checked everything. The autograd node is made only where a gradient is
+asked for.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from accel import cpu
+from accel.admission import admit_conv, admit_states
+from accel.call import BackwardCall, ConvCall, StatesCall
+from accel.environment import DeviceFacts
+from accel.kernels.contract import is_channel_last
+from accel.ops.door import facts_of, kernels
+from accel.reasons import Decline
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+    final_states_out: Tensor | None = None,
+    state_len: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Causal depthwise convolution of full sequences, differentiable once.
+
+    y[b, d, t] = act(bias[d] + sum_j weight[d, j] * x[b, d, t - (W-1) + j]) + residual[b, d, t], in fp32 with one
+    rounding; x before a sequence comes from its initial state, else it is 0.
+
+    Args:
+        x: [B, D, T], bf16, fp16 or fp32; channel-last (stride 1 over D) or channel-first (stride 1 over T), any other
+            strides, no copy.
+        weight: [D, W], W from 2 to 8, x's dtype or fp32.
+        bias: [D], x's dtype or fp32.
+        activation: None, "silu" or "swish".
+        residual: like x, added after the activation.
+        cu_seqlens: [N+1] int32 or int64, ascending from 0 to B*T: the B*T tokens in order are N packed sequences.
+        seq_idx: [B, T] int32: a tap counts only where its token has the index of the output's token; a negative index
+            is padding, y = 0 there. Initial states belong to the sequence of seq_idx[:, 0].
+        initial_states: [N, D, L], L >= W-1 (N = B without cu_seqlens): column L + t holds the token at t < 0.
+        return_final_states: also return the last `state_len` tokens of every sequence.
+        final_states_out: [N, D, state_len] to write them to, in memory of its own.
+        state_len: columns of the final states, at least W-1, which is the default.
+
+    Returns:
+        y, in the memory format of x; with `return_final_states`, (y, final_states), where a sequence shorter than
+        state_len keeps the tail of its initial state, or zeros.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: an argument that does not fit, by name.
+        PackedMetadataError: at a later call or `accel.check()`, for malformed `cu_seqlens`; the outputs are then NaN.
+
+    Gradients reach x, weight, bias, residual and initial_states, also through the final states, and are the same bits
+    in every run. Source: `causal_conv1d_fn` of causal-conv1d 1.7.0.
+    """
+    facts = facts_of(x)
+    if state_len is None:
+        state_len = weight.shape[-1] - 1 if final_states_out is None else final_states_out.shape[-1]
+    call = ConvCall(
+        x,
+        weight,
+        bias,
+        residual,
+        activation,
+        cu_seqlens,
+        seq_idx,
+        initial_states,
+        return_final_states,
+        final_states_out,
+        state_len,
+        False,
+        False,
+    )
+    _refuse("causal_conv1d", admit_conv(call, facts))
+    return run(call, facts)
+
+
+def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -> Tensor:
+    """The last `state_len` tokens of each packed sequence, zeros before its start.
+
+    Args:
+        x: [T, D], any strides, bf16, fp16 or fp32.
+        cu_seqlens: [N+1] int32 or int64.
+        state_len: columns of the states.
+
+    Returns:
+        [N, D, state_len], channel-last (stride 1 over D); no gradient.
+
+    Source: `causal_conv1d_varlen_states` of causal-conv1d 1.7.0.
+    """
+    facts = facts_of(x)
+    if x.dim() != 2:
+        raise ValueError(f"causal_conv1d_varlen_states: x: expected [T, D], got {list(x.shape)}")
+    call = StatesCall(x.detach().t().unsqueeze(0), None, cu_seqlens, state_len, False)
+    _refuse("causal_conv1d_varlen_states", admit_states(call, facts))
+    return run_states(call, facts)
+
+
+def _refuse(name: str, decline: Decline | None) -> None:
+    if decline is not None:
+        raise decline.error(f"{name}: {decline}")
+
+
+def run(call: ConvCall, facts: DeviceFacts) -> Tensor | tuple[Tensor, Tensor]:
+    """Serve an admitted call; through autograd only where something requires a gradient."""
+    if torch.is_grad_enabled() and _requires_grad(call):
+        outputs = _Conv.apply(call, facts, call.x, call.weight, call.bias, call.residual, call.initial_states)
+        return outputs if call.return_final_states else outputs[0]
+    outputs = forward(call, facts)
+    return outputs if call.return_final_states else outputs[0]
+
+
+def _requires_grad(call: ConvCall) -> bool:
+    for tensor in (call.x, call.weight, call.bias, call.residual, call.initial_states):
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return False
+
+
+class _Conv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, call: ConvCall, facts: DeviceFacts, x, weight, bias, residual, initial_states):
+        ctx.facts = facts
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight, bias, initial_states, call.cu_seqlens, call.seq_idx)
+        ctx.activation, ctx.state_len = call.activation, call.state_len
+        y, final_states = forward(call, facts)
+        return y, final_states
+
+    @staticmethod
+    def backward(ctx, dy, dfinal_states):
+        x, weight, bias, initial_states, cu_seqlens, seq_idx = ctx.saved_tensors
+        _, _, needs_x, needs_weight, needs_bias, needs_residual, needs_initial = ctx.needs_input_grad
+        if dy is None and dfinal_states is None:
+            return (None,) * 7
+        call = BackwardCall(
+            x,
+            dy,
+            dfinal_states,
+            weight,
+            bias,
+            None,
+            ctx.activation,
+            cu_seqlens,
+            seq_idx,
+            initial_states,
+            ctx.state_len,
+            needs_x,
+            needs_weight,
+            needs_bias,
+            needs_initial,
+            False,
+        )
+        gradients = backward(call, ctx.facts)
+        if torch.is_grad_enabled():
+            gradients = _Once.apply(x, weight, *gradients)
+        dx, dweight, dbias, dinitial = gradients
+        dresidual = dy if needs_residual else None
+        if needs_residual and seq_idx is not None:
+            dresidual = dy.masked_fill((seq_idx < 0).unsqueeze(1), 0)
+        return None, None, dx, dweight, dbias, dresidual, dinitial
+
+
+class _Once(torch.autograd.Function):
+    """Passes gradients on and refuses to be differentiated: under create_graph they would look like constants."""
+
+    @staticmethod
+    def forward(ctx, x, weight, *gradients):
+        return tuple(None if gradient is None else gradient.view_as(gradient) for gradient in gradients)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError("causal_conv1d: the second derivative is not implemented")
+
+
+def forward(call: ConvCall, facts: DeviceFacts) -> tuple[Tensor, Tensor | None]:
+    """y and, where asked for, the final states, without autograd."""
+    facts.status.raise_pending()
+    y = _like(call.x)
+    final_states = None
+    if call.return_final_states:
+        final_states = call.final_states_out
+        if final_states is None:
+            count = call.x.shape[0] if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
+            final_states = _states(call.x, count, call.state_len, call.compact_states)
+    if facts.backend == "cute":
+        kernels().conv_fwd.launch(call, y, final_states, facts)
+    else:
+        cpu.conv(call, y, final_states, facts.status)
+    return y, final_states
+
+
+def backward(call: BackwardCall, facts: DeviceFacts) -> tuple[Tensor | None, ...]:
+    """(dx, dweight, dbias, dinitial_states), each None where it is not needed."""
+    facts.status.raise_pending()
+    dx = _like(call.x) if call.needs_x else None
+    dweight = torch.empty_like(call.weight, memory_format=torch.contiguous_format) if call.needs_weight else None
+    dbias = torch.empty_like(call.bias, memory_format=torch.contiguous_format) if call.needs_bias else None
+    dinitial = None
+    if call.needs_initial:
+        dinitial = torch.empty_like(call.initial_states, memory_format=torch.contiguous_format)
+    if facts.backend == "cute":
+        kernels().conv_bwd.launch(call, dx, dweight, dbias, dinitial, facts)
+    else:
+        cpu.conv_backward(call, dx, dweight, dbias, dinitial, facts.status)
+    return dx, dweight, dbias, dinitial
+
+
+def run_states(call: StatesCall, facts: DeviceFacts) -> Tensor:
+    """The last tokens of every sequence, after its initial state."""
+    facts.status.raise_pending()
+    count = call.x.shape[0] if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
+    states = _states(call.x, count, call.state_len, call.compact_states)
+    if facts.backend == "cute":
+        kernels().last_tokens.launch(call, states, facts)
+    else:
+        cpu.states(call, states, facts.status)
+    return states
+
+
+def _like(x: Tensor) -> Tensor:
+    # dense in x's memory format: a slice of a wider projection gives a dense [B, T, D] behind it
+    b, d, t = x.shape
+    if is_channel_last(x):
+        return torch.empty((b, t, d), dtype=x.dtype, device=x.device).transpose(1, 2)
+    return torch.empty((b, d, t), dtype=x.dtype, device=x.device)
+
+
+def _states(x: Tensor, count: int, length: int, compact: bool) -> Tensor:
+    d = x.shape[1]
+    if compact:
+        return torch.empty((count, d, length), dtype=x.dtype, device=x.device)
+    return torch.empty((count, length, d), dtype=x.dtype, device=x.device).transpose(1, 2)

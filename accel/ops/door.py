@@ -1,0 +1,26 @@
+"""The one door to CUTLASS, opened at the first native call on a GPU, and the facts of a call's device."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from types import ModuleType
+
+from torch import Tensor
+
+from accel.environment import DeviceFacts, facts
+
+
+@functools.cache
+def kernels() -> ModuleType:
+    """`accel.kernels` with its kernel files loaded; the first call imports CUTLASS (about half a second)."""
+    for name in ("conv_update", "conv_fwd", "conv_bwd", "last_tokens"):
+        importlib.import_module(f"accel.kernels.{name}")
+    return importlib.import_module("accel.kernels")
+
+
+def facts_of(x: Tensor) -> DeviceFacts:
+    """The facts of x's device; TypeError where x is no tensor."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x: expected a Tensor, got {type(x).__name__}")
+    return facts(x.device)

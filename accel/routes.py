@@ -1,0 +1,123 @@
+"""What served each call: the one recorder of routes, with counters, first-fallback log and profiler ranges.
+
+Imports torch only. Recording costs a thread-local write and a counter; ranges cost nothing while no profiler is on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch.autograd.profiler as profiler
+
+log = logging.getLogger("accel")
+if os.environ.get("ACCEL_LOG", "").lower() == "debug":
+    log.setLevel(logging.DEBUG)
+    if not log.handlers and not logging.getLogger().handlers:
+        log.addHandler(logging.StreamHandler())
+
+
+class Route(NamedTuple):
+    """What served one call: `path` is native, fallback or error; `backend` cute or cpu; `reason` why not native."""
+
+    target: str
+    callable: str
+    path: str
+    backend: str | None
+    reason: str | None
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.backend if self.path == 'native' else self.reason}"
+
+
+class _Thread(threading.local):
+    def __init__(self):
+        self.last: dict[str | None, Route] = {}
+        self.recordings: list[list[Route]] = []
+        self.counts: Counter[Route] = Counter()
+        with _lock:
+            _all_counts.append(self.counts)
+
+
+_lock = threading.Lock()
+_all_counts: list[Counter[Route]] = []
+_logged: set[tuple[str, str, str | None]] = set()
+_thread = _Thread()
+
+
+def record(route: Route) -> None:
+    """Note the route of the call that this thread is about to make."""
+    thread = _thread
+    thread.last[None] = thread.last[route.target] = route
+    thread.counts[route._replace(detail="") if route.detail else route] += 1
+    for recording in thread.recordings:
+        recording.append(route)
+    if route.path != "native":
+        _log_once(route)
+
+
+def _log_once(route: Route) -> None:
+    kind = (route.target, route.callable, route.reason)
+    if kind in _logged:
+        log.debug("%s.%s took %s: %s", route.target, route.callable, route, route.detail)
+        return
+    with _lock:
+        _logged.add(kind)
+    log.warning(
+        "%s.%s took %s: %s (logged once for each reason; accel.route_counts() has all)",
+        route.target,
+        route.callable,
+        route,
+        route.detail,
+    )
+
+
+def last_route(target: str | None = None) -> Route | None:
+    """The route of this thread's last call, of any target or of one; None before the first."""
+    return _thread.last.get(target)
+
+
+def route_counts() -> dict[Route, int]:
+    """How often each route was taken, in all threads, by target, callable, path, backend and reason."""
+    total: Counter[Route] = Counter()
+    with _lock:
+        counters = list(_all_counts)
+    for counter in counters:
+        total.update(counter.copy())
+    return dict(total)
+
+
+def reset_routes() -> None:
+    """Zero the counters and forget which fallbacks were logged."""
+    with _lock:
+        for counter in _all_counts:
+            counter.clear()
+        _logged.clear()
+
+
+@contextlib.contextmanager
+def record_routes() -> Iterator[list[Route]]:
+    """Collect the route of every call that this thread makes inside, in order."""
+    recording: list[Route] = []
+    _thread.recordings.append(recording)
+    try:
+        yield recording
+    finally:
+        # by identity: two nested recordings hold equal lists
+        _thread.recordings[:] = [kept for kept in _thread.recordings if kept is not recording]
+
+
+def profiling() -> bool:
+    """Whether a torch profiler (or `emit_nvtx`) listens, so that ranges are worth their cost."""
+    return profiler._is_profiler_enabled
+
+
+def profiler_range(target: str, path: str) -> profiler.record_function:
+    """The range that a call carries under a profiler, e.g. `accel::short_conv.native`."""
+    return profiler.record_function(f"accel::{target}.{path}")

@@ -1,0 +1,112 @@
+"""Eager greedy decode of FLA's GatedDeltaNet: as it is, accelerated, and with the short convolutions stubbed.
+
+`python -m benchmarks.e2e_decode [--dry-run]`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from torch import Tensor, nn
+
+from benchmarks import harness, providers, results
+from benchmarks.cases import distance, require
+from benchmarks.gated_deltanet import VARIANTS, build, native_calls
+from benchmarks.harness import Entry
+
+PROMPT = 16
+LOGITS = 3e-2  # relative L2 of the logits of one step, bf16 through every layer
+
+
+@torch.no_grad()
+def decode(
+    model: nn.Module, prompt: Tensor, steps: int, forced: list[Tensor] | None = None
+) -> tuple[list, list, float]:
+    """Greedy tokens, logits and seconds a step; `forced` feeds the tokens of another run."""
+    out = model(input_ids=prompt, use_cache=True)
+    cache, tokens, logits = out.past_key_values, [], [out.logits[:, -1]]
+    token = logits[0].argmax(-1, keepdim=True)
+    begin = 0.0
+    for i in range(steps):
+        if i == min(4, steps - 1):
+            synchronize()
+            begin = time.perf_counter()
+        tokens.append(token)
+        out = model(input_ids=forced[i] if forced else token, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        step = out.logits[:, -1]
+        if len(logits) < 33:
+            logits.append(step)
+        token = step.argmax(-1, keepdim=True)
+    synchronize()
+    return tokens, logits, (time.perf_counter() - begin) / (steps - min(4, steps - 1))
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def gate(model: nn.Module, prompt: Tensor, steps: int, layers: int) -> dict[str, float]:
+    """Same logits on the same tokens, every short convolution native: three a layer and step."""
+    tokens, want, _ = decode(model, prompt, steps)
+    got: list = []
+    calls = native_calls(lambda: got.extend(decode(model, prompt, steps, tokens)))
+    require(calls >= 3 * layers * steps, f"{calls} native calls, expected {3 * layers * steps}")
+    worst = max(distance(a.float(), b.double()) for a, b in zip(got[1], want, strict=True))
+    require(worst <= LOGITS, f"logits are {worst:.2e} apart, limit {LOGITS}")
+    same = sum((a == b).sum().item() for a, b in zip(got[0], tokens, strict=True))
+    return {"logits": worst, "same_tokens": same / (len(tokens) * tokens[0].numel()), "native_calls": calls}
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="the JSON file")] = Path("benchmarks/results/e2e_decode.json"),
+    layers: int = 2,
+    batches: str = "1,32",
+    tokens: int = 64,
+    rounds: int = 6,
+    expand_v: float = 2.0,
+    dry_run: Annotated[bool, typer.Option(help="a tiny model in Triton's interpreter")] = False,
+) -> None:
+    device = torch.device("cpu" if dry_run else "cuda")
+    providers.interpret()
+    model = build(layers, device, expand_v, tiny=dry_run).eval()
+    rows: list[dict] = []
+    for batch in [int(part) for part in batches.split(",")]:
+        prompt = torch.randint(3, 100, (batch, 4 if dry_run else PROMPT), device=device)
+        checked: dict[str, float] = {}
+        entry = Entry("accel", [])
+
+        def check(_: Entry, prompt: Tensor = prompt, checked: dict = checked) -> None:
+            checked.update(gate(model, prompt, 3 if dry_run else 24, layers))
+
+        alive = harness.surviving([entry], check)
+        print(f"batch {batch}: {checked}", flush=True)
+        if not alive:
+            rows.append({"op": "decode step", "case": f"batch {batch}", "provider": "accel", "gate": entry.note})
+        names = [name for name in VARIANTS if name != "accel" or alive]
+        spent: dict[str, list[float]] = {name: [] for name in names}
+        for turn in harness.alternate([Entry(name, []) for name in names], 1 if dry_run else rounds):
+            with VARIANTS[turn.name]():
+                spent[turn.name].append(decode(model, prompt, 2 if dry_run else tokens)[2])
+        for name, seconds in spent.items():
+            step = statistics.median(seconds)
+            row = {"op": "decode step", "case": f"batch {batch}", "provider": name, "gate": "ok"}
+            rows.append(
+                row | {"step_ms": step * 1e3, "tokens_per_s": batch / step, "all_ms": [s * 1e3 for s in seconds]}
+            )
+            ratio = statistics.median(spent["FLA"]) / step
+            print(f"  {name:<6} {step * 1e3:7.3f} ms a step, {batch / step:9.1f} tokens/s, {ratio:.3f} x FLA")
+            rows[-1]["over_fla"] = ratio
+            rows[-1] |= checked if name == "accel" else {}
+        model_facts = {"layers": layers, "expand_v": expand_v, "prompt": PROMPT, "tokens": tokens, "rounds": rounds}
+        results.write(out, "e2e_decode", rows, model=model_facts)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,60 @@
+#!/usr/bin/env bash
+# Runs named steps on a bare GPU machine, in the repository's root, after the parts of .gpu were staged and installed:
+#
+#   . /tmp/gpu/env.sh; OUT=$OUT bash benchmarks/gpu.sh decode conv          one step after the other, each with a limit
+#   bash benchmarks/gpu.sh decode-quick:120 conv-quick:200                  NAME:SECONDS sets another limit
+#
+# A step that fails or runs out of time does not stop the rest. $OUT gets few files: log.txt, one JSON a benchmark,
+# summary.txt, and the Triton cache (triton-cache.*, carried next time in .gpu/cache) where KEEP_CACHE=1.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+OUT=${OUT:-/tmp/bench-out}
+mkdir -p "$OUT"
+export TRITON_CACHE_DIR=/tmp/triton-cache FLA_CACHE_RESULTS=1 PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false TYPER_STANDARD_TRACEBACK=1
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+export ACCEL_COMMIT=${ACCEL_COMMIT:-$(cat .gpu/commit 2>/dev/null || git rev-parse HEAD 2>/dev/null || true)}
+log=$OUT/log.txt
+summary=$OUT/summary.txt
+
+step() { # NAME -> its default limit in seconds and its command
+  case $1 in
+    demo) limit=120 command="python3 -m accel demo" ;;
+    doctor) limit=60 command="python3 -m accel doctor" ;;
+    tests) limit=400 command="python3 -m pytest -q -x -m gpu tests" ;;
+    tests-all) limit=500 command="python3 -m pytest -q -m gpu tests" ;;
+    decode) limit=240 command="python3 -m benchmarks.decode --out $OUT/decode.json" ;;
+    decode-quick) limit=180 command="python3 -m benchmarks.decode --quick --out $OUT/decode.json" ;;
+    decode-ours) limit=90 command="python3 -m benchmarks.decode --quick --only accel --out $OUT/decode-ours.json" ;;
+    conv) limit=420 command="python3 -m benchmarks.conv --out $OUT/conv.json" ;;
+    conv-quick) limit=300 command="python3 -m benchmarks.conv --quick --out $OUT/conv.json" ;;
+    conv-ours) limit=120 command="python3 -m benchmarks.conv --quick --only 'accel (ops),gluon' --out $OUT/conv-ours.json" ;;
+    e2e-decode) limit=180 command="python3 -m benchmarks.e2e_decode --out $OUT/e2e_decode.json" ;;
+    e2e-train) limit=400 command="python3 -m benchmarks.e2e_train --out $OUT/e2e_train.json" ;;
+    e2e-train-2) limit=400 command="python3 -m benchmarks.e2e_train --layers 2 --out $OUT/e2e_train.json" ;;
+    e2e-conv) limit=90 command="python3 -m benchmarks.e2e_train --conv-only --out $OUT/e2e_conv.json" ;;
+    *) return 1 ;;
+  esac
+}
+
+python3 -m benchmarks.triton_cache unpack .gpu/cache 2>&1 | tail -n 1 | tee -a "$log"
+for word in "$@"; do
+  name=${word%%:*}
+  if ! step "$name"; then
+    echo "no step $name" | tee -a "$summary"
+    continue
+  fi
+  [ "$word" = "$name" ] || limit=${word##*:}
+  echo "=== $name (at most $limit s): $command" | tee -a "$log"
+  begin=$SECONDS
+  eval "timeout -k 5 $limit $command" >"$OUT/.step" 2>&1
+  status=$?
+  cat "$OUT/.step" >>"$log"
+  tail -n "${TAIL:-70}" "$OUT/.step" | cut -c1-220
+  echo "$name: exit $status after $((SECONDS - begin)) s" | tee -a "$log" | tee -a "$summary"
+done
+rm -f "$OUT/.step"
+if [ "${KEEP_CACHE:-0}" = 1 ]; then
+  timeout 120 python3 -m benchmarks.triton_cache pack "$OUT" --most-parts 3 2>&1 | tail -n 1 | tee -a "$log"
+fi
+echo "=== summary"
+cat "$summary"

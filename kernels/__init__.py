@@ -1,0 +1,1 @@
+"""CuTe DSL kernels for short causal convolutions; installs as `accel.kernels` and imports nothing else of accel."""

@@ -1,0 +1,79 @@
+"""Backward of the full-sequence convolution, host side: which kernels run, on how many blocks.
+
+`cu_seqlens` becomes bits (packing), the initial states get their gradient (conv_bwd_state) where it is asked for, dx and
+the partial weight gradients come from one launch (conv_bwd_last or conv_bwd_first), and conv_reduce sums the partials.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from accel.kernels import conv_bwd_first, conv_bwd_last, conv_bwd_state, conv_reduce, jit
+from accel.kernels.contract import is_channel_last
+from accel.kernels.conv_bwd_last import BATCH, WARPS
+from accel.kernels.packing import mark_starts
+
+
+def plan(channel_blocks: int, batch: int, tokens: int, sm_count: int) -> tuple[int, int]:
+    """(run, blocks): tokens that a warp walks at once, and blocks that share the runs of a channel block.
+
+    One block fits an SM. Whole waves of blocks waste least, few waves have the fewest look-ahead rows.
+    """
+    best, slots = 0.0, 1
+    for waves in range(1, 5):
+        count = max(1, waves * sm_count // channel_blocks)
+        used = count * channel_blocks
+        share = used / (-(-used // sm_count) * sm_count)
+        if share > best + 0.05:
+            best, slots = share, count
+    runs = max(1, slots * WARPS // batch)  # of one batch row
+    rows = -(-tokens // runs)
+    run = max(8, (rows + BATCH - 1) // BATCH * BATCH)
+    items = batch * -(-tokens // run)
+    return run, min(slots, -(-items // WARPS))
+
+
+def launch(call, dx, dweight, dbias, dinitial, facts) -> None:
+    """Run an admitted backward on x's device and its current stream; fills the gradients that are given."""
+    x, dy = call.x, dense_enough(call.dy, call)
+    batch, d, tokens = x.shape
+    words = None
+    if call.cu_seqlens is not None:
+        batch, tokens = 1, batch * tokens
+        words = mark_starts(call.cu_seqlens, tokens, facts.status.address, facts.trap, facts.arch)
+    if dinitial is not None and dinitial.numel():
+        conv_bwd_state.launch(call, dy, words, dinitial, facts.arch)
+    if x.numel() == 0:
+        for gradient in (dweight, dbias):
+            if gradient is not None:
+                gradient.zero_()
+        return
+    parameters = dweight is not None or dbias is not None
+    sums = call.weight.shape[1] + (0 if call.bias is None else 1)
+    common = (x, dy, call.weight, call.bias, call.initial_states, call.dfinal_states, call.cu_seqlens, words)
+    partial = None
+    if is_channel_last(x):
+        spec = conv_bwd_last.specify(call, dy, dx, parameters, facts.arch)
+        run, blocks = plan(-(-d // (32 * spec.vec)), batch, tokens, facts.sm_count)
+        if parameters:
+            partial = torch.empty((blocks, sums, d), dtype=torch.float32, device=x.device)
+        jit.get(spec, conv_bwd_last.build)(*common, call.seq_idx, dx, partial, run, blocks)
+    else:
+        spec = conv_bwd_first.specify(call, dy, dx, parameters, facts.arch)
+        tiles = -(-tokens // conv_bwd_first.TILE)
+        batches = min(batch, max(1, conv_bwd_first.WARPS_IN_FLIGHT // (d * tiles)))
+        if parameters:
+            partial = torch.empty((batches * tiles, sums, d), dtype=torch.float32, device=x.device)
+        jit.get(spec, conv_bwd_first.build)(*common, call.seq_idx, dx, partial, batches)
+    if partial is not None:
+        conv_reduce.launch(partial, dweight, dbias, call.weight.shape[1], facts.arch)
+
+
+def dense_enough(dy: torch.Tensor | None, call) -> torch.Tensor:
+    """dy as the kernels read it: any strides in place, but packed batch rows have to lie at one token stride."""
+    x = call.x
+    if dy is None:
+        return x.new_zeros(()).expand(x.shape)
+    if call.cu_seqlens is not None and x.shape[0] > 1 and dy.stride(0) != x.shape[2] * dy.stride(2):
+        return dy.transpose(1, 2).contiguous().transpose(1, 2)
+    return dy

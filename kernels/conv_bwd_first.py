@@ -1,0 +1,344 @@
+"""Gradients of the full-sequence convolution, channel-first: `ConvBackwardFirst`.
+
+A thread owns 8 consecutive tokens of one channel and loads the 8 before and the 8 after as well (they hit L1); a warp
+owns 256 tokens, and walks over batch rows so that the partial sums stay few. Same sums, same order, in every run.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Boolean, Float32, Int32, const_expr
+
+from accel.kernels import jit
+from accel.kernels.device import has_dependent_launch, load_vector, silu_gradient, store_vector
+from accel.kernels.last_tokens import flatten_tokens
+from accel.kernels.tokens import (
+    element_offset,
+    find_sequence,
+    load_indices,
+    load_starts,
+    load_weight,
+    packing_of,
+    tap_is_valid,
+    token_strides,
+    vector_alignment,
+)
+
+ROWS = 8  # tokens of a thread
+WARPS = 4
+TILE = 32 * ROWS  # tokens of a warp
+WARPS_IN_FLIGHT = 1 << 15  # enough for any GPU; more batch rows than that share a warp
+
+
+class BackwardFirstSpec(NamedTuple):
+    """What the kernel is specialised for. Alignments are in bytes; 0 for a dy that is read element by element."""
+
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    bias_dtype: torch.dtype | None
+    silu: bool
+    width: int
+    packing: str  # dense, cu_seqlens or seq_idx
+    index_dtype: torch.dtype | None
+    has_initial: bool
+    has_final: bool
+    needs_x: bool
+    needs_parameters: bool
+    weight_rows: bool
+    align_x: int
+    align_dy: int
+    align_dx: int
+    align_weight: int
+    arch: str
+    vec: int = 1
+
+
+class ConvBackwardFirst:
+    """g = dy * act'(u); dx[t] = sum_k w[W-1-k] g[t+k]; dw[j] = sum g[t] x[t-(W-1)+j]; db = sum g."""
+
+    def __init__(self, spec: BackwardFirstSpec):
+        self.spec = spec
+        self.halo = spec.width - 1
+        self.sums = spec.width + (1 if spec.bias_dtype is not None else 0)
+
+    @cute.jit
+    def __call__(
+        self,
+        mX: cute.Tensor,
+        mDy: cute.Tensor,
+        mWeight: cute.Tensor,
+        mBias: cute.Tensor | None,
+        mInitial: cute.Tensor | None,
+        mDFinal: cute.Tensor | None,
+        mCu: cute.Tensor | None,
+        mWords: cute.Tensor | None,
+        mSeqIdx: cute.Tensor | None,
+        mDx: cute.Tensor | None,
+        mPartial: cute.Tensor | None,
+        batches: Int32,
+        stream,
+    ):
+        if const_expr(self.spec.packing == "cu_seqlens"):
+            mX, mDy = flatten_tokens(mX), flatten_tokens(mDy)
+            if const_expr(mDx is not None):
+                mDx = flatten_tokens(mDx)
+        tiles = cute.ceil_div(mX.shape[2], TILE)
+        self.kernel(mX, mDy, mWeight, mBias, mInitial, mDFinal, mCu, mWords, mSeqIdx, mDx, mPartial).launch(
+            grid=[cute.ceil_div(mX.shape[1] * tiles, WARPS), batches, 1],
+            block=[32 * WARPS, 1, 1],
+            stream=stream,
+            use_pdl=has_dependent_launch(self.spec.arch),
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mX: cute.Tensor,
+        mDy: cute.Tensor,
+        mWeight: cute.Tensor,
+        mBias: cute.Tensor | None,
+        mInitial: cute.Tensor | None,
+        mDFinal: cute.Tensor | None,
+        mCu: cute.Tensor | None,
+        mWords: cute.Tensor | None,
+        mSeqIdx: cute.Tensor | None,
+        mDx: cute.Tensor | None,
+        mPartial: cute.Tensor | None,
+    ):
+        spec = self.spec
+        if const_expr(has_dependent_launch(spec.arch)):
+            cute.arch.griddepcontrol_wait()
+        tid, _, _ = cute.arch.thread_idx()
+        block, first, _ = cute.arch.block_idx()
+        _, batches, _ = cute.arch.grid_dim()
+        batch, channels, tokens = mX.shape
+        tiles = cute.ceil_div(tokens, TILE)
+        index = block * WARPS + tid // 32
+        d = index // tiles
+        tile = index - d * tiles
+        lane = tid % 32
+        t = tile * TILE + lane * ROWS
+        if d < channels:
+            rSum = cute.make_rmem_tensor(self.sums, Float32)
+            for i in cutlass.range_constexpr(self.sums):
+                rSum[i] = Float32(0.0)
+            for b in range(first, batch, batches):
+                if t < tokens:
+                    self.gradients(mX, mDy, mWeight, mBias, mInitial, mDFinal, mCu, mWords, mSeqIdx, mDx, rSum, b, d, t)
+            if const_expr(spec.needs_parameters):
+                for i in cutlass.range_constexpr(self.sums):
+                    total = cute.arch.warp_reduction(rSum[i], operator.add)
+                    if lane == 0:
+                        mPartial[first * tiles + tile, i, d] = total
+
+    @cute.jit
+    def gradients(
+        self, mX, mDy, mWeight, mBias, mInitial, mDFinal, mCu, mWords, mSeqIdx, mDx, rSum, b: Int32, d: Int32, t: Int32
+    ):
+        """dx of the thread's tokens and their share of the sums. Rows are counted from the thread's first token."""
+        spec = self.spec
+        width, halo, tokens = spec.width, self.halo, mX.shape[2]
+        malformed = Int32(0)
+        starts, rIndex = Int32(0), None
+        if const_expr(spec.packing == "cu_seqlens"):
+            malformed = mWords[0]
+            starts = load_starts(mWords, t, halo, ROWS)
+            after = load_starts(mWords, cutlass.min(t + ROWS, (tokens - 1) // ROWS * ROWS), halo, ROWS)
+            starts = starts | ((after >> halo) << (halo + ROWS))
+            if malformed != 0:
+                starts = Int32(0)
+        if const_expr(spec.packing == "seq_idx"):
+            rIndex = load_indices(mSeqIdx, b, t, halo, ROWS + halo)
+        rX = cute.make_rmem_tensor(3 * ROWS, mX.element_type)  # rows -8 .. 15
+        rDy = cute.make_rmem_tensor(2 * ROWS, mX.element_type)  # rows 0 .. 15
+        load_eight(mX, rX, b, d, t - ROWS, 0, spec.align_x)
+        for part in cutlass.range_constexpr(2):
+            load_eight(mX, rX, b, d, t + part * ROWS, (1 + part) * ROWS, spec.align_x)
+            load_eight(mDy, rDy, b, d, t + part * ROWS, part * ROWS, spec.align_dy)
+        rRaw = load_weight(spec, mWeight, d)
+        rW = cute.make_rmem_tensor(width, Float32)
+        poison = Float32(0.0)
+        if malformed != 0:
+            poison = Float32(float("nan"))
+        for j in cutlass.range_constexpr(width):
+            rW[j] = rRaw[j].to(Float32) + poison
+        rG = cute.make_rmem_tensor(ROWS + halo, Float32)
+        rDx = cute.make_rmem_tensor(ROWS, Float32)
+        for i in cutlass.range_constexpr(ROWS):
+            rDx[i] = Float32(0.0)
+        for i in cutlass.range_constexpr(ROWS + halo):
+            rTap = cute.make_rmem_tensor(width, Float32)
+            for k in cutlass.range_constexpr(width):
+                value = rX[ROWS + i - k].to(Float32)
+                if const_expr(k > 0):
+                    if not self.is_valid(starts, rIndex, i, k):
+                        value = Float32(0.0)
+                rTap[k] = value
+            if const_expr(spec.has_initial):
+                if malformed == 0 and t + i < tokens:
+                    self.read_history(mInitial, mCu, rTap, starts, rIndex, b, d, t, i)
+            u = Float32(0.0)
+            if const_expr(mBias is not None):
+                u = mBias[d].to(Float32)
+            for k in cutlass.range_constexpr(width):
+                u += rTap[k] * rW[width - 1 - k]
+            g = rDy[i].to(Float32)
+            if const_expr(spec.silu):
+                g = g * silu_gradient(u)
+            if const_expr(spec.packing == "seq_idx"):
+                if rIndex[halo + i] < 0:
+                    g = Float32(0.0)
+            g = g + poison
+            rG[i] = g
+            if const_expr(i < ROWS and spec.needs_parameters):
+                for k in cutlass.range_constexpr(width):
+                    rSum[width - 1 - k] = rSum[width - 1 - k] + g * rTap[k]
+                if const_expr(spec.bias_dtype is not None):
+                    rSum[width] = rSum[width] + g
+            for k in cutlass.range_constexpr(width):
+                if const_expr(0 <= i - k < ROWS):
+                    share = g * rW[width - 1 - k]
+                    if const_expr(k > 0):
+                        if not self.is_valid(starts, rIndex, i, k):
+                            share = Float32(0.0)
+                    rDx[i - k] = rDx[i - k] + share
+        if const_expr(spec.needs_x):
+            if const_expr(spec.has_final):
+                self.add_final(mDFinal, mCu, rDx, b, d, t, tokens, malformed)
+            rOut = cute.make_rmem_tensor(ROWS, mX.element_type)
+            for i in cutlass.range_constexpr(ROWS):
+                rOut[i] = rDx[i].to(mX.element_type)
+            if t + ROWS <= tokens:
+                store_vector(rOut, mDx, element_offset(mDx, b, d, t), spec.align_dx)
+            else:
+                for i in cutlass.range_constexpr(ROWS):
+                    if t + i < tokens:
+                        mDx[b, d, t + i] = rOut[i]
+
+    def is_valid(self, starts: Int32, rIndex, i: int, k: int) -> Boolean:
+        """Whether the token k rows before row i is in its sequence; tokens before the first are 0 anyway."""
+        if const_expr(self.spec.packing == "cu_seqlens"):
+            return tap_is_valid(starts, i, k, self.halo)
+        if const_expr(self.spec.packing == "seq_idx"):
+            return rIndex[self.halo + i - k] == rIndex[self.halo + i]
+        return Boolean(True)
+
+    @cute.jit
+    def read_history(
+        self, mInitial, mCu, rTap, starts: Int32, rIndex, b: Int32, d: Int32, t: Int32, i: cutlass.Constexpr[int]
+    ):
+        """Taps before the start of a sequence come from its initial state."""
+        spec = self.spec
+        n, position = b, t + i
+        near = position < self.halo
+        if const_expr(spec.packing == "cu_seqlens"):
+            near = not tap_is_valid(starts, i, self.halo, self.halo)
+            if near:
+                n = find_sequence(mCu, t + i)
+                position = t + i - Int32(mCu[n])
+        if near:
+            for k in cutlass.range_constexpr(1, spec.width):
+                if k > position and self.is_valid_history(rIndex, i, k):
+                    rTap[k] = mInitial[n, d, mInitial.shape[2] + position - k].to(Float32)
+
+    def is_valid_history(self, rIndex, i: int, k: int) -> Boolean:
+        """With seq_idx the initial state belongs to the sequence of the first token."""
+        if const_expr(self.spec.packing == "seq_idx"):
+            return self.is_valid(Int32(0), rIndex, i, k)
+        return Boolean(True)
+
+    @cute.jit
+    def add_final(self, mDFinal, mCu, rDx, b: Int32, d: Int32, t: Int32, tokens: Int32, malformed: Int32):
+        """A final-state column that holds a token gives its gradient to the token."""
+        n, end = b, tokens
+        if const_expr(self.spec.packing == "cu_seqlens"):
+            if malformed == 0:
+                n = find_sequence(mCu, t)
+                end = Int32(mCu[n + 1])
+        for i in cutlass.range_constexpr(ROWS):
+            if t + i < tokens:
+                if const_expr(self.spec.packing == "cu_seqlens"):
+                    if malformed == 0:
+                        while t + i >= end:
+                            n = n + 1
+                            end = Int32(mCu[n + 1])
+                column = t + i - end + mDFinal.shape[2]
+                if column >= 0:
+                    rDx[i] = rDx[i] + mDFinal[n, d, column].to(Float32)
+
+
+@cute.jit
+def load_eight(
+    mIn: cute.Tensor,
+    rIn: cute.Tensor,
+    b: Int32,
+    d: Int32,
+    t: Int32,
+    at: cutlass.Constexpr[int],
+    align: cutlass.Constexpr[int],
+):
+    """Tokens t .. t + 8 into registers from `at` on; tokens that do not exist are 0."""
+    if t >= 0 and t + ROWS <= mIn.shape[2] and align > 0:
+        rFull = load_vector(mIn, element_offset(mIn, b, d, t), ROWS, align)
+        for i in cutlass.range_constexpr(ROWS):
+            rIn[at + i] = rFull[i]
+    else:
+        for i in cutlass.range_constexpr(ROWS):
+            rIn[at + i] = mIn.element_type(0.0)
+            if t + i >= 0 and t + i < mIn.shape[2]:
+                rIn[at + i] = mIn[b, d, t + i]
+
+
+def build(spec: BackwardFirstSpec, keep: bool = False):
+    """Compile one specification; no GPU is needed."""
+    any3 = (None, None, None)
+    packed = spec.packing == "cu_seqlens"
+    return jit.compile_for(
+        spec.arch,
+        ConvBackwardFirst(spec),
+        jit.fake(spec.dtype, any3, token_strides(False, True)),
+        jit.fake(spec.dtype, any3, token_strides(False, spec.align_dy > 0)),
+        jit.fake(spec.weight_dtype, (None, spec.width), (spec.width, 1) if spec.weight_rows else (None, None)),
+        jit.fake(spec.bias_dtype, (None,), (None,)),
+        jit.fake(spec.dtype if spec.has_initial else None, any3, any3),
+        jit.fake(spec.dtype if spec.has_final else None, any3, any3),
+        jit.fake(spec.index_dtype if packed else None, (None,), (None,)),
+        jit.fake(torch.int32 if packed else None, (None,), (1,)),
+        jit.fake(torch.int32 if spec.packing == "seq_idx" else None, (None, None), (None, None)),
+        jit.fake(spec.dtype if spec.needs_x else None, any3, token_strides(False, True)),
+        jit.fake(torch.float32 if spec.needs_parameters else None, any3, (None, None, 1)),
+        Int32(0),
+        keep=keep,
+    )
+
+
+def specify(call, dy, dx, needs_parameters: bool, arch: str) -> BackwardFirstSpec:
+    """The specification that serves a channel-first call: metadata and addresses only."""
+    x, weight = call.x, call.weight
+    width = weight.shape[1]
+    weight_rows = weight.stride() == (width, 1)
+    vector = ROWS * x.element_size()
+    return BackwardFirstSpec(
+        x.dtype,
+        weight.dtype,
+        None if call.bias is None else call.bias.dtype,
+        call.activation is not None,
+        width,
+        packing_of(call),
+        None if call.cu_seqlens is None else call.cu_seqlens.dtype,
+        call.initial_states is not None,
+        call.dfinal_states is not None,
+        dx is not None,
+        needs_parameters,
+        weight_rows,
+        vector_alignment(x, False, vector),
+        vector_alignment(dy, False, vector) if dy.stride(2) == 1 else 0,
+        0 if dx is None else vector_alignment(dx, False, vector),
+        jit.alignment(16, weight.data_ptr(), width * weight.element_size()) if weight_rows else 0,
+        arch,
+    )

@@ -1,0 +1,533 @@
+"""Gradients of the full-sequence convolution, channel-last: `ConvBackward`.
+
+A warp owns 32 * vec channels and walks down a run of tokens: x and dy arrive through a private cp.async ring, the
+pre-activation is recomputed, dx leaves as soon as its last tap was added, and the weight gradient stays in registers
+over all runs of the warp. x and dy are read once, dx is written once. A block sums its warps in order into one partial;
+`accel.kernels.conv_reduce` sums the partials in order. No atomics: the same bits in every run.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Boolean, Float32, Int32, const_expr
+
+from accel.kernels import jit
+from accel.kernels.device import copy_async, has_dependent_launch, load_shared, silu_gradient, store_vector
+from accel.kernels.last_tokens import flatten_tokens
+from accel.kernels.tokens import (
+    element_offset,
+    find_sequence,
+    has_boundary,
+    load_indices,
+    load_starts,
+    load_weight,
+    packing_of,
+    tap_is_valid,
+    token_strides,
+    vector_alignment,
+)
+
+WARPS = 8
+BATCH = 4  # rows that a ring stage holds of x and of dy
+
+
+class BackwardSpec(NamedTuple):
+    """What the kernel is specialised for. `piece_*` are bytes of one asynchronous copy, 0 for plain loads."""
+
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    bias_dtype: torch.dtype | None
+    silu: bool
+    width: int
+    packing: str  # dense, cu_seqlens or seq_idx
+    index_dtype: torch.dtype | None
+    has_initial: bool
+    has_final: bool  # a gradient comes through the final states
+    needs_x: bool
+    needs_parameters: bool
+    vec: int
+    stages: int
+    weight_rows: bool
+    piece_x: int
+    piece_dy: int
+    align_dx: int
+    align_weight: int
+    arch: str
+
+
+class ConvBackward:
+    """g = dy * act'(u); dx[t] = sum_k w[W-1-k] g[t+k]; dw[j] = sum g[t] x[t-(W-1)+j]; db = sum g."""
+
+    def __init__(self, spec: BackwardSpec):
+        self.spec = spec
+        self.halo = spec.width - 1
+        self.row = 32 * spec.vec  # channels of a block
+        self.sums = spec.width + (1 if spec.bias_dtype is not None else 0)  # what a channel's partial holds
+
+    @cute.jit
+    def __call__(
+        self,
+        mX: cute.Tensor,
+        mDy: cute.Tensor,
+        mWeight: cute.Tensor,
+        mBias: cute.Tensor | None,
+        mInitial: cute.Tensor | None,
+        mDFinal: cute.Tensor | None,
+        mCu: cute.Tensor | None,
+        mWords: cute.Tensor | None,
+        mSeqIdx: cute.Tensor | None,
+        mDx: cute.Tensor | None,
+        mPartial: cute.Tensor | None,
+        run: Int32,
+        blocks: Int32,
+        stream,
+    ):
+        spec = self.spec
+        if const_expr(spec.packing == "cu_seqlens"):
+            mX, mDy = flatten_tokens(mX), flatten_tokens(mDy)
+            if const_expr(mDx is not None):
+                mDx = flatten_tokens(mDx)
+        self.kernel(mX, mDy, mWeight, mBias, mInitial, mDFinal, mCu, mWords, mSeqIdx, mDx, mPartial, run).launch(
+            grid=[cute.ceil_div(mX.shape[1], self.row), blocks, 1],
+            block=[32 * WARPS, 1, 1],
+            stream=stream,
+            use_pdl=has_dependent_launch(spec.arch),
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mX: cute.Tensor,
+        mDy: cute.Tensor,
+        mWeight: cute.Tensor,
+        mBias: cute.Tensor | None,
+        mInitial: cute.Tensor | None,
+        mDFinal: cute.Tensor | None,
+        mCu: cute.Tensor | None,
+        mWords: cute.Tensor | None,
+        mSeqIdx: cute.Tensor | None,
+        mDx: cute.Tensor | None,
+        mPartial: cute.Tensor | None,
+        run: Int32,
+    ):
+        spec = self.spec
+        if const_expr(has_dependent_launch(spec.arch)):
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
+        tid, _, _ = cute.arch.thread_idx()
+        channel_block, block, _ = cute.arch.block_idx()
+        _, blocks, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(tid // 32)
+        lane = tid % 32
+        smem = cutlass.utils.SmemAllocator()
+        ring = cute.make_layout(
+            (self.row, BATCH, 2, spec.stages, WARPS),
+            stride=(1, self.row, self.row * BATCH, self.row * BATCH * 2, self.row * BATCH * 2 * spec.stages),
+        )
+        sRing = smem.allocate_tensor(mX.element_type, ring, byte_alignment=128)
+        d = channel_block * self.row + lane * spec.vec
+        sums = self.sums * spec.vec
+        rSum = cute.make_rmem_tensor(sums, Float32)
+        rW = cute.make_rmem_tensor(spec.vec * spec.width, Float32)
+        rB = cute.make_rmem_tensor(spec.vec, Float32)
+        malformed = Int32(0)
+        if const_expr(spec.packing == "cu_seqlens"):
+            malformed = mWords[0]
+        self.load_parameters(mWeight, mBias, rW, rB, rSum, d, mX.shape[1], malformed)
+        batch, _, tokens = mX.shape
+        runs = cute.ceil_div(tokens, run)
+        for item in range(block * WARPS + warp, batch * runs, blocks * WARPS):
+            b = item // runs
+            t = (item - b * runs) * run
+            self.walk(
+                mX, mDy, mInitial, mDFinal, mCu, mWords, mSeqIdx, mDx, sRing, rW, rB, rSum, b, d, t, run, warp, lane,
+                malformed,
+            )  # fmt: skip
+        if const_expr(spec.needs_parameters):
+            self.write_partial(sRing, rSum, mPartial, channel_block, block, warp, lane, mX.shape[1])
+
+    @cute.jit
+    def load_parameters(self, mWeight, mBias, rW, rB, rSum, d: Int32, channels: Int32, malformed: Int32):
+        """Weights and bias in fp32, sums at 0; NaN everywhere where the metadata is malformed."""
+        spec = self.spec
+        nan = Float32(float("nan"))
+        for i in cutlass.range_constexpr(spec.vec * spec.width):
+            rW[i] = Float32(0.0)
+        for c in cutlass.range_constexpr(spec.vec):
+            rB[c] = Float32(0.0)
+        for i in cutlass.range_constexpr(self.sums * spec.vec):
+            rSum[i] = Float32(0.0)
+        if d < channels:
+            rRaw = load_weight(spec, mWeight, d)
+            for i in cutlass.range_constexpr(spec.vec * spec.width):
+                rW[i] = rRaw[i].to(Float32)
+            if const_expr(mBias is not None):
+                for c in cutlass.range_constexpr(spec.vec):
+                    rB[c] = mBias[d + c].to(Float32)
+        if malformed != 0:
+            for i in cutlass.range_constexpr(spec.vec * spec.width):
+                rW[i] = nan
+            for i in cutlass.range_constexpr(self.sums * spec.vec):
+                rSum[i] = nan
+
+    @cute.jit
+    def walk(
+        self, mX, mDy, mInitial, mDFinal, mCu, mWords, mSeqIdx, mDx, sRing, rW, rB, rSum, b: Int32, d: Int32, t: Int32,
+        run: Int32, warp: Int32, lane: Int32, malformed: Int32,
+    ):  # fmt: skip
+        """One run of tokens [t, t + run): dx of each, and its share of the sums."""
+        spec = self.spec
+        vec, halo = spec.vec, self.halo
+        channels, tokens = mX.shape[1], mX.shape[2]
+        rows = cutlass.min(run, tokens - t)
+        own = cute.ceil_div(rows, BATCH)
+        ahead = (halo + BATCH - 1) // BATCH
+        for stage in cutlass.range_constexpr(spec.stages - 1):
+            self.fetch(mX, mDy, sRing, b, d, t + stage * BATCH, stage, warp, lane)
+        rWindow = cute.make_rmem_tensor(halo * vec, Float32)  # token -1 - k of the batch at [k * vec + c]
+        rPending = cute.make_rmem_tensor(halo * vec, Float32)  # dx of the same tokens, so far
+        for i in cutlass.range_constexpr(halo * vec):
+            rWindow[i] = Float32(0.0)
+            rPending[i] = Float32(0.0)
+        if d < channels:
+            self.load_window(mX, mInitial, rWindow, b, d, t)
+        rEnd = cute.make_rmem_tensor(2, Int32)  # the sequence that holds the next dx, and its end
+        rEnd[0], rEnd[1] = b, tokens
+        if const_expr(spec.has_final and spec.packing == "cu_seqlens"):
+            if malformed == 0:
+                rEnd[0] = find_sequence(mCu, t)
+                rEnd[1] = Int32(mCu[rEnd[0] + 1])
+        for q in range(own):
+            self.advance(
+                mX, mDy, mInitial, mDFinal, mCu, mWords, mSeqIdx, mDx, sRing, rW, rB, rSum, rWindow, rPending, rEnd,
+                b, d, t, rows, q, warp, lane, malformed, True,
+            )  # fmt: skip
+        for extra in cutlass.range_constexpr(ahead):
+            self.advance(
+                mX, mDy, mInitial, mDFinal, mCu, mWords, mSeqIdx, mDx, sRing, rW, rB, rSum, rWindow, rPending, rEnd,
+                b, d, t, rows, own + extra, warp, lane, malformed, False,
+            )  # fmt: skip
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def load_window(self, mX, mInitial, rWindow, b: Int32, d: Int32, t: Int32):
+        """The tokens before the run; before the first token the initial state, else 0."""
+        spec = self.spec
+        for k in cutlass.range_constexpr(self.halo):
+            token = t - 1 - k
+            for c in cutlass.range_constexpr(spec.vec):
+                value = Float32(0.0)
+                if token >= 0:
+                    value = mX[b, d + c, token].to(Float32)
+                else:
+                    if const_expr(spec.has_initial and spec.packing != "cu_seqlens"):
+                        value = mInitial[b, d + c, mInitial.shape[2] + token].to(Float32)
+                rWindow[k * spec.vec + c] = value
+
+    @cute.jit
+    def fetch(self, mX, mDy, sRing, b: Int32, d: Int32, t: Int32, stage: Int32, warp: Int32, lane: Int32):
+        """Start copying rows t .. t + BATCH of x and dy into a stage; rows and channels that do not exist become 0."""
+        for which in cutlass.range_constexpr(2):
+            mIn = mX if const_expr(which == 0) else mDy
+            piece = self.spec.piece_x if const_expr(which == 0) else self.spec.piece_dy
+            if const_expr(piece > 0):
+                self.fetch_pieces(mIn, sRing, b, d - lane * self.spec.vec, t, which, stage, warp, lane, piece)
+            else:
+                self.fetch_elements(mIn, sRing, b, d, t, which, stage, warp, lane)
+        cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def fetch_pieces(
+        self, mIn, sRing, b: Int32, d: Int32, t: Int32, which: cutlass.Constexpr[int], stage: Int32, warp: Int32,
+        lane: Int32, piece: cutlass.Constexpr[int],
+    ):  # fmt: skip
+        """Asynchronous copies, `piece` bytes a lane."""
+        size = mIn.element_type.width // 8
+        count = piece // size
+        per_row = self.row // count
+        for i in cutlass.range_constexpr(BATCH * per_row // 32):
+            index = lane + 32 * i
+            row = index // per_row
+            channel = (index - row * per_row) * count
+            token = t + row
+            exists = cutlass.min(mIn.shape[1] - (d + channel), count) * size
+            if token >= mIn.shape[2] or exists < 0:
+                exists = Int32(0)
+            inside = cutlass.min(d + channel, mIn.shape[1] - 1)
+            source = element_offset(mIn, b, inside, cutlass.min(token, mIn.shape[2] - 1))
+            copy_async(
+                sRing.iterator + cute.crd2idx((channel, row, which, stage, warp), sRing.layout),
+                mIn.iterator + source,
+                piece,
+                exists,
+            )
+
+    @cute.jit
+    def fetch_elements(
+        self, mIn, sRing, b: Int32, d: Int32, t: Int32, which: cutlass.Constexpr[int], stage: Int32, warp: Int32,
+        lane: Int32,
+    ):  # fmt: skip
+        """Plain loads of any strides, a lane its own channels."""
+        vec = self.spec.vec
+        rIn = cute.make_rmem_tensor(BATCH * vec, mIn.element_type)
+        for i in cutlass.range_constexpr(BATCH):
+            for c in cutlass.range_constexpr(vec):
+                rIn[i * vec + c] = mIn.element_type(0.0)
+                if t + i < mIn.shape[2] and d + c < mIn.shape[1]:
+                    rIn[i * vec + c] = mIn[b, d + c, t + i]
+        for i in cutlass.range_constexpr(BATCH):
+            for c in cutlass.range_constexpr(vec):
+                sRing[lane * vec + c, i, which, stage, warp] = rIn[i * vec + c]
+
+    @cute.jit
+    def advance(
+        self, mX, mDy, mInitial, mDFinal, mCu, mWords, mSeqIdx, mDx, sRing, rW, rB, rSum, rWindow, rPending, rEnd,
+        b: Int32, d: Int32, t: Int32, rows: Int32, q: Int32, warp: Int32, lane: Int32, malformed: Int32,
+        own: cutlass.Constexpr[bool],
+    ):  # fmt: skip
+        """One batch of rows: wait for it, start the copy of a later one, compute."""
+        spec = self.spec
+        vec = spec.vec
+        cute.arch.cp_async_wait_group(spec.stages - 2)
+        cute.arch.sync_warp()
+        stage = q % spec.stages
+        bytes_ = vec * mX.element_type.width // 8
+        rX = cute.make_rmem_tensor(BATCH * vec, mX.element_type)
+        rDy = cute.make_rmem_tensor(BATCH * vec, mX.element_type)
+        for i in cutlass.range_constexpr(BATCH):
+            rRow = load_shared(sRing, cute.crd2idx((lane * vec, i, 0, stage, warp), sRing.layout), vec, bytes_)
+            rDRow = load_shared(sRing, cute.crd2idx((lane * vec, i, 1, stage, warp), sRing.layout), vec, bytes_)
+            for c in cutlass.range_constexpr(vec):
+                rX[i * vec + c] = rRow[c]
+                rDy[i * vec + c] = rDRow[c]
+        ahead = q + spec.stages - 1
+        self.fetch(mX, mDy, sRing, b, d, t + ahead * BATCH, ahead % spec.stages, warp, lane)
+        first = t + q * BATCH
+        if const_expr(spec.packing == "dense"):
+            self.compute(
+                mInitial, mDFinal, mCu, mDx, rX, rDy, rW, rB, rSum, rWindow, rPending, rEnd, Int32(0), None,
+                b, d, t, rows, first, mX.shape[1], mX.shape[2], malformed, own, False,
+            )  # fmt: skip
+        else:
+            starts, rIndex, boundary = Int32(0), None, Boolean(False)
+            if const_expr(spec.packing == "cu_seqlens"):
+                starts = load_starts(mWords, cutlass.min(first, mX.shape[2] - 1), self.halo, BATCH)
+                boundary = starts != 0 and malformed == 0
+            else:
+                rIndex = load_indices(mSeqIdx, b, first, self.halo, BATCH)
+                boundary = has_boundary(rIndex, self.halo + BATCH)
+            if boundary:
+                self.compute(
+                    mInitial, mDFinal, mCu, mDx, rX, rDy, rW, rB, rSum, rWindow, rPending, rEnd, starts, rIndex,
+                    b, d, t, rows, first, mX.shape[1], mX.shape[2], malformed, own, True,
+                )  # fmt: skip
+            else:
+                self.compute(
+                    mInitial, mDFinal, mCu, mDx, rX, rDy, rW, rB, rSum, rWindow, rPending, rEnd, starts, rIndex,
+                    b, d, t, rows, first, mX.shape[1], mX.shape[2], malformed, own, False,
+                )  # fmt: skip
+
+    @cute.jit
+    def compute(
+        self, mInitial, mDFinal, mCu, mDx, rX, rDy, rW, rB, rSum, rWindow, rPending, rEnd, starts: Int32, rIndex,
+        b: Int32, d: Int32, t: Int32, rows: Int32, first: Int32, channels: Int32, tokens: Int32, malformed: Int32,
+        own: cutlass.Constexpr[bool], masked: cutlass.Constexpr[bool],
+    ):  # fmt: skip
+        """Rows first .. first + BATCH: g from u, then dx of the rows halo back, and the sums where the rows are own."""
+        spec = self.spec
+        vec, width, halo = spec.vec, spec.width, self.halo
+        rG = cute.make_rmem_tensor(BATCH * vec, Float32)
+        rTap = cute.make_rmem_tensor(
+            BATCH * width * vec, Float32
+        )  # token k rows back of row i at [(i * W + k) * vec + c]
+        for i in cutlass.range_constexpr(BATCH):
+            for k in cutlass.range_constexpr(width):
+                for c in cutlass.range_constexpr(vec):
+                    back = i - k
+                    value = rX[back * vec + c].to(Float32) if back >= 0 else rWindow[(-back - 1) * vec + c]
+                    if const_expr(masked and k > 0):
+                        if not self.is_valid(starts, rIndex, i, k):
+                            value = Float32(0.0)
+                    rTap[(i * width + k) * vec + c] = value
+            if const_expr(masked and spec.has_initial and spec.packing == "cu_seqlens"):
+                if not tap_is_valid(starts, i, halo, halo) and first + i < tokens and d < channels:
+                    self.read_history(mInitial, mCu, rTap, d, first + i, i)
+        for i in cutlass.range_constexpr(BATCH):
+            for c in cutlass.range_constexpr(vec):
+                u = rB[c]
+                for k in cutlass.range_constexpr(width):
+                    u = u + rTap[(i * width + k) * vec + c] * rW[c * width + width - 1 - k]
+                g = rDy[i * vec + c].to(Float32)
+                if const_expr(spec.silu):
+                    g = g * silu_gradient(u)
+                if const_expr(masked and spec.packing == "seq_idx"):
+                    if rIndex[halo + i] < 0:
+                        g = Float32(0.0)
+                rG[i * vec + c] = g
+        for i in cutlass.range_constexpr(BATCH):
+            rOut = cute.make_rmem_tensor(vec, rX.element_type)
+            rDone = cute.make_rmem_tensor(vec, Float32)
+            for c in cutlass.range_constexpr(vec):
+                g = rG[i * vec + c]
+                if const_expr(own and spec.needs_parameters):
+                    for k in cutlass.range_constexpr(width):
+                        at = (width - 1 - k) * vec + c
+                        rSum[at] = rSum[at] + g * rTap[(i * width + k) * vec + c]
+                    if const_expr(spec.bias_dtype is not None):
+                        rSum[width * vec + c] = rSum[width * vec + c] + g
+            if const_expr(spec.needs_x):
+                for c in cutlass.range_constexpr(vec):
+                    g = rG[i * vec + c]
+                    carried = Float32(0.0)
+                    for k in cutlass.range_constexpr(width):
+                        share = g * rW[c * width + width - 1 - k]
+                        if const_expr(masked and k > 0):
+                            if not self.is_valid(starts, rIndex, i, k):
+                                share = Float32(0.0)
+                        if const_expr(k == 0):
+                            done = share
+                        else:
+                            done = rPending[(k - 1) * vec + c] + share
+                            rPending[(k - 1) * vec + c] = carried
+                        carried = done
+                    rDone[c] = carried
+                row = first + i - halo
+                if row >= t and row < t + rows and d < channels:
+                    if const_expr(spec.has_final):
+                        self.add_final(mDFinal, mCu, rDone, rEnd, d, row, malformed)
+                    for c in cutlass.range_constexpr(vec):
+                        rOut[c] = rDone[c].to(rX.element_type)
+                    store_vector(rOut, mDx, element_offset(mDx, b, d, row), spec.align_dx)
+        rNext = cute.make_rmem_tensor(halo * vec, Float32)
+        for k in cutlass.range_constexpr(halo):
+            for c in cutlass.range_constexpr(vec):
+                back = BATCH - 1 - k
+                rNext[k * vec + c] = rX[back * vec + c].to(Float32) if back >= 0 else rWindow[(-back - 1) * vec + c]
+        for i in cutlass.range_constexpr(halo * vec):
+            rWindow[i] = rNext[i]
+
+    def is_valid(self, starts: Int32, rIndex, i: int, k: int) -> Boolean:
+        """Whether the token k rows before row i is in its sequence."""
+        if const_expr(self.spec.packing == "cu_seqlens"):
+            return tap_is_valid(starts, i, k, self.halo)
+        return rIndex[self.halo + i - k] == rIndex[self.halo + i]
+
+    @cute.jit
+    def read_history(self, mInitial, mCu, rTap, d: Int32, token: Int32, i: cutlass.Constexpr[int]):
+        """Taps before the start of a packed sequence come from its initial state."""
+        spec = self.spec
+        n = find_sequence(mCu, token)
+        position = token - Int32(mCu[n])
+        for k in cutlass.range_constexpr(1, spec.width):
+            if k > position:
+                for c in cutlass.range_constexpr(spec.vec):
+                    column = mInitial.shape[2] + position - k
+                    rTap[(i * spec.width + k) * spec.vec + c] = mInitial[n, d + c, column].to(Float32)
+
+    @cute.jit
+    def add_final(self, mDFinal, mCu, rDone, rEnd, d: Int32, row: Int32, malformed: Int32):
+        """A final-state column that holds a token gives its gradient to the token."""
+        spec = self.spec
+        if const_expr(spec.packing == "cu_seqlens"):
+            if malformed == 0:
+                while row >= rEnd[1]:
+                    rEnd[0] = rEnd[0] + 1
+                    rEnd[1] = Int32(mCu[rEnd[0] + 1])
+        column = row - rEnd[1] + mDFinal.shape[2]
+        if column >= 0:
+            for c in cutlass.range_constexpr(spec.vec):
+                rDone[c] = rDone[c] + mDFinal[rEnd[0], d + c, column].to(Float32)
+
+    @cute.jit
+    def write_partial(
+        self, sRing, rSum, mPartial, channel_block: Int32, block: Int32, warp: Int32, lane: Int32, channels: Int32
+    ):
+        """Sum the warps in order; partial [block, sum, channel] in fp32."""
+        spec = self.spec
+        vec = spec.vec
+        cute.arch.sync_threads()
+        pointer = cute.make_ptr(Float32, sRing.iterator.toint(), cute.AddressSpace.smem, assumed_align=16)
+        layout = cute.make_layout((self.row, self.sums, WARPS), stride=(1, self.row, self.row * self.sums))
+        sSum = cute.make_tensor(pointer, layout)
+        for j in cutlass.range_constexpr(self.sums):
+            for c in cutlass.range_constexpr(vec):
+                sSum[lane * vec + c, j, warp] = rSum[j * vec + c]
+        cute.arch.sync_threads()
+        for index in range(warp * 32 + lane, self.row * self.sums, 32 * WARPS):
+            j = index // self.row
+            channel = index - j * self.row
+            total = Float32(0.0)
+            for w in cutlass.range_constexpr(WARPS):
+                total += sSum[channel, j, w]
+            d = channel_block * self.row + channel
+            if d < channels:
+                mPartial[block, j, d] = total
+
+
+def build(spec: BackwardSpec, keep: bool = False):
+    """Compile one specification; no GPU is needed."""
+    any3 = (None, None, None)
+    packed = spec.packing == "cu_seqlens"
+    return jit.compile_for(
+        spec.arch,
+        ConvBackward(spec),
+        jit.fake(spec.dtype, any3, token_strides(True, spec.piece_x > 0)),
+        jit.fake(spec.dtype, any3, token_strides(True, spec.piece_dy > 0)),
+        jit.fake(spec.weight_dtype, (None, spec.width), (spec.width, 1) if spec.weight_rows else (None, None)),
+        jit.fake(spec.bias_dtype, (None,), (None,)),
+        jit.fake(spec.dtype if spec.has_initial else None, any3, any3),
+        jit.fake(spec.dtype if spec.has_final else None, any3, any3),
+        jit.fake(spec.index_dtype if packed else None, (None,), (None,)),
+        jit.fake(torch.int32 if packed else None, (None,), (1,)),
+        jit.fake(torch.int32 if spec.packing == "seq_idx" else None, (None, None), (None, None)),
+        jit.fake(spec.dtype if spec.needs_x else None, any3, token_strides(True, True)),
+        jit.fake(torch.float32 if spec.needs_parameters else None, any3, (None, None, 1)),
+        Int32(0),
+        Int32(0),
+        keep=keep,
+    )
+
+
+def specify(call, dy, dx, needs_parameters: bool, arch: str) -> BackwardSpec:
+    """The specification that serves a channel-last call: metadata and addresses only."""
+    x, weight = call.x, call.weight
+    d = x.shape[1]
+    size = x.element_size()
+    widest = 8 // size if d % (8 // size) == 0 else 2
+    vec = 1 if d & 1 else widest
+    weight_rows = weight.stride() == (weight.shape[1], 1)
+    row = 32 * vec * size
+    return BackwardSpec(
+        x.dtype,
+        weight.dtype,
+        None if call.bias is None else call.bias.dtype,
+        call.activation is not None,
+        weight.shape[1],
+        packing_of(call),
+        None if call.cu_seqlens is None else call.cu_seqlens.dtype,
+        call.initial_states is not None,
+        call.dfinal_states is not None,
+        dx is not None,
+        needs_parameters,
+        vec,
+        4,
+        weight_rows,
+        copy_width(x, row),
+        copy_width(dy, row),
+        0 if dx is None else vector_alignment(dx, True, vec * size),
+        jit.alignment(16, weight.data_ptr(), vec * weight.shape[1] * weight.element_size()) if weight_rows else 0,
+        arch,
+    )
+
+
+def copy_width(tensor: torch.Tensor, row: int) -> int:
+    """Bytes of one asynchronous copy, at most an eighth of a row so that a warp has work; 0 where none is possible."""
+    if tensor.stride(1) != 1 and tensor.shape[1] != 1:
+        return 0
+    width = vector_alignment(tensor, True, min(16, row // 8))
+    return width if width >= 4 else 0

@@ -1,0 +1,488 @@
+"""Full-sequence causal convolution: `ConvForward`, its specification, and `launch`.
+
+A thread owns `vec` channels of `rows` consecutive tokens. It loads them, the W-1 tokens before and the weights, all
+before any use, then walks the tokens in registers. No shared memory: neighbours' halos hit L1. Extra blocks write the
+final states, which share no work with the others.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Boolean, Float32, Int32, const_expr
+
+from accel.kernels import jit
+from accel.kernels.contract import is_channel_last
+from accel.kernels.device import (
+    has_dependent_launch,
+    load_vector,
+    silu,
+    store_vector,
+)
+from accel.kernels.last_tokens import copy_last_tokens, flatten_tokens
+from accel.kernels.packing import mark_starts
+from accel.kernels.tokens import (
+    element_offset,
+    find_sequence,
+    has_boundary,
+    load_indices,
+    load_starts,
+    load_weight,
+    packing_of,
+    residual_kind,
+    tap_is_valid,
+    token_strides,
+    vector_alignment,
+)
+
+MAX_GRID_YZ = 32768
+SMALL = 1 << 21  # elements under which more and smaller threads fill the GPU better
+FIRST_THREADS = 128  # of a channel-first block
+
+
+class ConvSpec(NamedTuple):
+    """What the kernel is specialised for. Alignments are in bytes."""
+
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    bias_dtype: torch.dtype | None
+    residual: str | None  # like: vectors as in x; strided: element by element
+    silu: bool
+    width: int
+    packing: str  # dense, cu_seqlens or seq_idx
+    index_dtype: torch.dtype | None
+    has_initial: bool
+    has_final: bool
+    channel_last: bool
+    unit_stride: bool  # stride 1 along the direction of the vectors
+    vec: int
+    rows: int
+    warps: int
+    weight_rows: bool  # weight is [D, W] with strides (W, 1)
+    align_x: int
+    align_y: int
+    align_weight: int
+    align_residual: int
+    flat: bool  # channel-last: a grid dimension would pass its limit; channel-first: short sequences side by side
+    arch: str
+
+
+class ConvForward:
+    """y[b, d, t] = act(bias[d] + sum_j weight[d, j] * x[b, d, t - (W-1) + j]) + residual[b, d, t]."""
+
+    def __init__(self, spec: ConvSpec):
+        self.spec = spec
+        self.halo = spec.width - 1
+        self.threads = 32 * spec.warps if spec.channel_last else FIRST_THREADS
+
+    @cute.jit
+    def __call__(
+        self,
+        mX: cute.Tensor,
+        mWeight: cute.Tensor,
+        mBias: cute.Tensor | None,
+        mResidual: cute.Tensor | None,
+        mInitial: cute.Tensor | None,
+        mCu: cute.Tensor | None,
+        mWords: cute.Tensor | None,
+        mSeqIdx: cute.Tensor | None,
+        mY: cute.Tensor,
+        mFinal: cute.Tensor | None,
+        stream,
+    ):
+        spec = self.spec
+        if const_expr(spec.packing == "cu_seqlens"):
+            mX, mY = flatten_tokens(mX), flatten_tokens(mY)
+            if const_expr(mResidual is not None):
+                mResidual = flatten_tokens(mResidual)
+        batch, channels, tokens = mX.shape
+        extra = 0
+        if const_expr(spec.has_final):
+            extra = mFinal.shape[0] if const_expr(spec.packing == "cu_seqlens") else 1
+        grid_y = cutlass.min(batch, MAX_GRID_YZ)
+        grid_z = cute.ceil_div(batch, grid_y)
+        if const_expr(spec.channel_last):
+            channel_blocks = cute.ceil_div(channels, 32 * spec.vec)
+            row_blocks = cute.ceil_div(tokens, spec.warps * spec.rows) + extra
+            if const_expr(spec.flat):
+                grid = [channel_blocks * row_blocks, grid_y, grid_z]
+            else:
+                grid = [channel_blocks, row_blocks, batch]
+        else:
+            blocks = self.first_blocks(channels, tokens) + extra * cute.ceil_div(channels, self.threads)
+            grid = [blocks, grid_y, grid_z]
+        self.kernel(mX, mWeight, mBias, mResidual, mInitial, mCu, mWords, mSeqIdx, mY, mFinal).launch(
+            grid=grid, block=[self.threads, 1, 1], stream=stream, use_pdl=has_dependent_launch(spec.arch)
+        )
+
+    def first_blocks(self, channels: Int32, tokens: Int32) -> Int32:
+        """Channel-first blocks that convolve one batch row."""
+        if const_expr(self.spec.flat):
+            return cute.ceil_div(channels * cute.ceil_div(tokens, self.spec.rows), self.threads)
+        return channels * cute.ceil_div(tokens, self.threads * self.spec.rows)
+
+    @cute.kernel
+    def kernel(
+        self,
+        mX: cute.Tensor,
+        mWeight: cute.Tensor,
+        mBias: cute.Tensor | None,
+        mResidual: cute.Tensor | None,
+        mInitial: cute.Tensor | None,
+        mCu: cute.Tensor | None,
+        mWords: cute.Tensor | None,
+        mSeqIdx: cute.Tensor | None,
+        mY: cute.Tensor,
+        mFinal: cute.Tensor | None,
+    ):
+        spec = self.spec
+        if const_expr(has_dependent_launch(spec.arch)):
+            cute.arch.griddepcontrol_wait()
+        batch, channels, tokens = mX.shape
+        b, d, t, state = self.place(mX)
+        if state < 0:
+            if b < batch and d < channels and t < tokens:
+                self.convolve(mX, mWeight, mBias, mResidual, mInitial, mCu, mWords, mSeqIdx, mY, b, d, t)
+        else:
+            if const_expr(spec.has_final):
+                if b < batch and d < channels:
+                    tid, _, _ = cute.arch.thread_idx()
+                    n = state if const_expr(spec.packing == "cu_seqlens") else b
+                    first, step = (tid // 32, spec.warps) if const_expr(spec.channel_last) else (Int32(0), 1)
+                    copy_last_tokens(mX, mInitial, mCu, mWords, mFinal, b, n, d, spec.vec, first, step)
+
+    @cute.jit
+    def place(self, mX: cute.Tensor):
+        """(batch row, channel, token, state block or -1) of this thread."""
+        spec = self.spec
+        _, channels, tokens = mX.shape
+        tid, _, _ = cute.arch.thread_idx()
+        bx, by, bz = cute.arch.block_idx()
+        _, grid_y, _ = cute.arch.grid_dim()
+        b = by + bz * grid_y
+        state = Int32(-1)
+        if const_expr(spec.channel_last):
+            channel_block, row_block = bx, by
+            if const_expr(spec.flat):
+                channel_blocks = cute.ceil_div(channels, 32 * spec.vec)
+                row_block = bx // channel_blocks
+                channel_block = bx - row_block * channel_blocks
+            else:
+                b = bz
+            d = (channel_block * 32 + tid % 32) * spec.vec
+            t = (row_block * spec.warps + tid // 32) * spec.rows
+            if const_expr(spec.has_final):
+                row_blocks = cute.ceil_div(tokens, spec.warps * spec.rows)
+                if row_block >= row_blocks:
+                    state = row_block - row_blocks
+        else:
+            if const_expr(spec.flat):
+                per_channel = cutlass.max(cute.ceil_div(tokens, spec.rows), 1)
+                linear = bx * self.threads + tid
+                d = linear // per_channel
+                t = (linear - d * per_channel) * spec.rows
+            else:
+                per_channel = cutlass.max(cute.ceil_div(tokens, self.threads * spec.rows), 1)
+                d = bx // per_channel
+                t = ((bx - d * per_channel) * self.threads + tid) * spec.rows
+            if const_expr(spec.has_final):
+                blocks = self.first_blocks(channels, tokens)
+                if bx >= blocks:
+                    channel_blocks = cute.ceil_div(channels, self.threads)
+                    state = (bx - blocks) // channel_blocks
+                    d = (bx - blocks - state * channel_blocks) * self.threads + tid
+        return b, d, t, state
+
+    @cute.jit
+    def convolve(self, mX, mWeight, mBias, mResidual, mInitial, mCu, mWords, mSeqIdx, mY, b: Int32, d: Int32, t: Int32):
+        """The outputs of one thread."""
+        spec = self.spec
+        starts, malformed = Int32(0), Int32(0)
+        if const_expr(spec.packing == "cu_seqlens"):
+            malformed = mWords[0]
+            starts = load_starts(mWords, t, self.halo, spec.rows) | -malformed
+        rHalo, rX = load_tokens(spec, mX, b, d, t, spec.align_x)
+        rW = load_weight(spec, mWeight, d)
+        rIndex = None
+        if const_expr(spec.packing == "seq_idx"):
+            rIndex = load_indices(mSeqIdx, b, t, self.halo, spec.rows)
+        if const_expr(mResidual is not None):
+            _, rR = load_tokens(spec, mResidual, b, d, t, spec.align_residual, False, spec.residual == "like")
+        else:
+            rR = None
+        if const_expr(spec.packing != "cu_seqlens"):
+            if t < self.halo:
+                fill_halo(spec, mInitial, rHalo, b, d, t)
+        rY = cute.make_rmem_tensor(spec.rows * spec.vec, mY.element_type)
+        if const_expr(spec.packing == "dense"):
+            for i in cutlass.range_constexpr(spec.rows):
+                for c in cutlass.range_constexpr(spec.vec):
+                    window = [self.value(rHalo, rX, i - k, c) for k in range(spec.width)]
+                    self.finish(window, rW, mBias, rR, rY, d, i, c)
+        else:
+            boundary = starts != 0
+            if const_expr(spec.packing == "seq_idx"):
+                boundary = has_boundary(rIndex, self.halo + spec.rows)
+            if boundary:
+                for i in cutlass.range_constexpr(spec.rows):
+                    rV = self.masked_window(rHalo, rX, starts, rIndex, i)
+                    if const_expr(spec.has_initial and spec.packing == "cu_seqlens"):
+                        if malformed == 0 and not tap_is_valid(starts, i, self.halo, self.halo):
+                            if t + i < mX.shape[2]:
+                                self.read_history(mInitial, mCu, rV, d, t + i)
+                    for c in cutlass.range_constexpr(spec.vec):
+                        window = [rV[k * spec.vec + c] for k in range(spec.width)]
+                        self.finish(window, rW, mBias, rR, rY, d, i, c)
+                    self.blank(rY, rIndex, malformed, i)
+            else:
+                for i in cutlass.range_constexpr(spec.rows):
+                    for c in cutlass.range_constexpr(spec.vec):
+                        window = [self.value(rHalo, rX, i - k, c) for k in range(spec.width)]
+                        self.finish(window, rW, mBias, rR, rY, d, i, c)
+        store_tokens(spec, rY, mY, b, d, t)
+
+    def value(self, rHalo: cute.Tensor, rX: cute.Tensor, row: int, c: int) -> Float32:
+        """Token `row` of the thread in fp32; negative rows are the halo."""
+        vec = self.spec.vec
+        if row >= 0:
+            return rX[row * vec + c].to(Float32)
+        return rHalo[(-row - 1) * vec + c].to(Float32)
+
+    def finish(self, window, rW, mBias, rR, rY, d: Int32, i: int, c: int) -> None:
+        """Sum the taps, activate, add the residual, round once; window[k] is the token k rows back."""
+        spec = self.spec
+        width = spec.width
+        z = window[0] * rW[c * width + width - 1].to(Float32)
+        for k in range(1, width):
+            z += window[k] * rW[c * width + width - 1 - k].to(Float32)
+        if const_expr(mBias is not None):
+            z += mBias[d + c].to(Float32)
+        if const_expr(spec.silu):
+            z = silu(z)
+        if const_expr(rR is not None):
+            z += rR[i * spec.vec + c].to(Float32)
+        rY[i * spec.vec + c] = z.to(rY.element_type)
+
+    @cute.jit
+    def masked_window(self, rHalo, rX, starts: Int32, rIndex, i: int):
+        """The taps of row i, k rows back at [k * vec + c], 0 where they belong to another sequence."""
+        spec = self.spec
+        rV = cute.make_rmem_tensor(spec.width * spec.vec, Float32)
+        for k in cutlass.range_constexpr(spec.width):
+            valid = Boolean(True)
+            if const_expr(k > 0):
+                if const_expr(spec.packing == "cu_seqlens"):
+                    valid = tap_is_valid(starts, i, k, self.halo)
+                else:
+                    valid = rIndex[self.halo + i - k] == rIndex[self.halo + i]
+            for c in cutlass.range_constexpr(spec.vec):
+                value = self.value(rHalo, rX, i - k, c)
+                if not valid:
+                    value = Float32(0.0)
+                rV[k * spec.vec + c] = value
+        return rV
+
+    @cute.jit
+    def read_history(self, mInitial, mCu, rV, d: Int32, token: Int32):
+        """Taps before the start of a packed sequence come from its initial state."""
+        spec = self.spec
+        n = find_sequence(mCu, token)
+        position = token - Int32(mCu[n])
+        for k in cutlass.range_constexpr(1, spec.width):
+            if k > position:
+                for c in cutlass.range_constexpr(spec.vec):
+                    rV[k * spec.vec + c] = mInitial[n, d + c, mInitial.shape[2] + position - k].to(Float32)
+
+    @cute.jit
+    def blank(self, rY, rIndex, malformed: Int32, i: int):
+        """Padding tokens are 0, outputs of malformed metadata NaN."""
+        spec = self.spec
+        if const_expr(spec.packing == "seq_idx"):
+            if rIndex[self.halo + i] < 0:
+                for c in cutlass.range_constexpr(spec.vec):
+                    rY[i * spec.vec + c] = rY.element_type(0.0)
+        else:
+            if malformed != 0:
+                for c in cutlass.range_constexpr(spec.vec):
+                    rY[i * spec.vec + c] = Float32(float("nan")).to(rY.element_type)
+
+
+@cute.jit
+def load_tokens(
+    spec: cutlass.Constexpr,
+    mX: cute.Tensor,
+    b: Int32,
+    d: Int32,
+    t: Int32,
+    align: cutlass.Constexpr[int],
+    with_halo: cutlass.Constexpr[bool] = True,
+    vectors: cutlass.Constexpr[bool] = True,
+):
+    """(halo, rows): token t - 1 - j at halo[j * vec + c], token t + i at rows[i * vec + c]; indices are clamped."""
+    vec, rows, halo = spec.vec, spec.rows, spec.width - 1
+    last = mX.shape[2] - 1
+    rHalo = cute.make_rmem_tensor(halo * vec, mX.element_type)
+    rX = cute.make_rmem_tensor(rows * vec, mX.element_type)
+    if const_expr(spec.channel_last):
+        for i in cutlass.range_constexpr(-halo if with_halo else 0, rows):
+            token = cutlass.max(t + i, 0) if const_expr(i < 0) else cutlass.min(t + i, last)
+            if const_expr(vectors and spec.unit_stride):
+                rRow = load_vector(mX, element_offset(mX, b, d, token), vec, align)
+            else:
+                rRow = cute.make_rmem_tensor(vec, mX.element_type)
+                for c in cutlass.range_constexpr(vec):
+                    rRow[c] = mX[b, d + c, token]
+            for c in cutlass.range_constexpr(vec):
+                if const_expr(i < 0):
+                    rHalo[(-i - 1) * vec + c] = rRow[c]
+                else:
+                    rX[i * vec + c] = rRow[c]
+    else:
+        if const_expr(with_halo):
+            if t > 0:
+                rBefore = load_vector(mX, element_offset(mX, b, d, t - rows), rows, align)
+                for j in cutlass.range_constexpr(halo):
+                    rHalo[j] = rBefore[rows - 1 - j]
+        if const_expr(vectors):
+            if t + rows <= mX.shape[2]:
+                rFull = load_vector(mX, element_offset(mX, b, d, t), rows, align)
+                for i in cutlass.range_constexpr(rows):
+                    rX[i] = rFull[i]
+            else:
+                for i in cutlass.range_constexpr(rows):
+                    rX[i] = mX[b, d, cutlass.min(t + i, last)]
+        else:
+            for i in cutlass.range_constexpr(rows):
+                rX[i] = mX[b, d, cutlass.min(t + i, last)]
+    return rHalo, rX
+
+
+@cute.jit
+def fill_halo(spec: cutlass.Constexpr, mInitial, rHalo: cute.Tensor, b: Int32, d: Int32, t: Int32):
+    """Tokens before the first come from the initial state, else they are 0."""
+    for j in cutlass.range_constexpr(spec.width - 1):
+        if t - 1 - j < 0:
+            for c in cutlass.range_constexpr(spec.vec):
+                value = rHalo.element_type(0.0)
+                if const_expr(spec.has_initial):
+                    value = mInitial[b, d + c, mInitial.shape[2] + (t - 1 - j)]
+                rHalo[j * spec.vec + c] = value
+
+
+@cute.jit
+def store_tokens(spec: cutlass.Constexpr, rY: cute.Tensor, mY: cute.Tensor, b: Int32, d: Int32, t: Int32):
+    """Store the rows that exist."""
+    vec, rows = spec.vec, spec.rows
+    if const_expr(spec.channel_last):
+        for i in cutlass.range_constexpr(rows):
+            if t + i < mY.shape[2]:
+                rRow = cute.make_rmem_tensor(vec, rY.element_type)
+                for c in cutlass.range_constexpr(vec):
+                    rRow[c] = rY[i * vec + c]
+                store_vector(rRow, mY, element_offset(mY, b, d, t + i), spec.align_y)
+    else:
+        if t + rows <= mY.shape[2]:
+            store_vector(rY, mY, element_offset(mY, b, d, t), spec.align_y)
+        else:
+            for i in cutlass.range_constexpr(rows):
+                if t + i < mY.shape[2]:
+                    mY[b, d, t + i] = rY[i]
+
+
+def build(spec: ConvSpec, keep: bool = False):
+    """Compile one specification; no GPU is needed."""
+    x_stride = token_strides(spec.channel_last, spec.unit_stride)
+    y_stride = token_strides(spec.channel_last, True)
+    residual_stride = x_stride if spec.residual == "like" else (None, None, None)
+    states = (None, None, None)
+    packed = spec.packing == "cu_seqlens"
+    return jit.compile_for(
+        spec.arch,
+        ConvForward(spec),
+        jit.fake(spec.dtype, (None, None, None), x_stride),
+        jit.fake(spec.weight_dtype, (None, spec.width), (spec.width, 1) if spec.weight_rows else (None, None)),
+        jit.fake(spec.bias_dtype, (None,), (None,)),
+        jit.fake(spec.dtype if spec.residual else None, (None, None, None), residual_stride),
+        jit.fake(spec.dtype if spec.has_initial else None, states, states),
+        jit.fake(spec.index_dtype if packed else None, (None,), (None,)),
+        jit.fake(torch.int32 if packed else None, (None,), (1,)),
+        jit.fake(torch.int32 if spec.packing == "seq_idx" else None, (None, None), (None, None)),
+        jit.fake(spec.dtype, (None, None, None), y_stride),
+        jit.fake(spec.dtype if spec.has_final else None, states, states),
+        keep=keep,
+    )
+
+
+def specify(call, y, final_states, arch: str) -> ConvSpec:
+    """The specification that serves a call: metadata and addresses only."""
+    x, weight = call.x, call.weight
+    b, d, t = x.shape
+    size = x.element_size()
+    width = weight.shape[1]
+    channel_last = is_channel_last(x)
+    packed = call.cu_seqlens is not None
+    tokens = b * t if packed else t
+    if channel_last:
+        small = x.numel() < SMALL
+        unit_stride = x.stride(1) == 1 or d == 1
+        vec = 1 if d & 1 or not unit_stride else 2 if small or d & 3 else 4
+        rows, warps = (4, 2) if small else (8, 2)
+        extra = 0 if final_states is None else final_states.shape[0] if packed else 1
+        flat = -(-tokens // (rows * warps)) + extra > MAX_GRID_YZ or b > MAX_GRID_YZ
+        vector = vec * size
+    else:
+        unit_stride, vec, rows, warps = True, 1, 8, FIRST_THREADS // 32
+        flat = tokens < 4 * FIRST_THREADS * rows
+        vector = rows * size
+    weight_rows = weight.stride() == (width, 1)
+    weight_bytes = vec * width * weight.element_size()
+    return ConvSpec(
+        x.dtype,
+        weight.dtype,
+        None if call.bias is None else call.bias.dtype,
+        residual_kind(call.residual, channel_last),
+        call.activation is not None,
+        width,
+        packing_of(call),
+        call.cu_seqlens.dtype if packed else None,
+        call.initial_states is not None,
+        final_states is not None,
+        channel_last,
+        unit_stride,
+        vec,
+        rows,
+        warps,
+        weight_rows,
+        vector_alignment(x, channel_last, vector) if unit_stride else 0,
+        vector_alignment(y, channel_last, vector),
+        jit.alignment(16, weight.data_ptr(), weight_bytes) if weight_rows else 0,
+        0 if call.residual is None else vector_alignment(call.residual, channel_last, vector),
+        flat,
+        arch,
+    )
+
+
+def launch(call, y, final_states, facts) -> None:
+    """Run an admitted full-sequence call on x's device and its current stream; fills y and the final states."""
+    if y.numel() == 0 and (final_states is None or final_states.numel() == 0):
+        return
+    words = None
+    if call.cu_seqlens is not None:
+        tokens = call.x.shape[0] * call.x.shape[2]
+        words = mark_starts(call.cu_seqlens, tokens, facts.status.address, facts.trap, facts.arch)
+    spec = specify(call, y, final_states, facts.arch)
+    jit.get(spec, build)(
+        call.x,
+        call.weight,
+        call.bias,
+        call.residual,
+        call.initial_states,
+        call.cu_seqlens,
+        words,
+        call.seq_idx,
+        y,
+        final_states,
+    )

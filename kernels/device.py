@@ -1,0 +1,84 @@
+"""Device code that kernels share: vector loads and stores, the activation, the status word.
+
+Undecorated functions are macros of the kernel that calls them.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+LOG2_E = 1.4426950408889634
+
+
+def global_vector(mX: cute.Tensor, offset: Int64, count: int, align: int) -> cute.Tensor:
+    """`count` neighbouring elements at an element offset, known to be `align` bytes aligned."""
+    address = (mX.iterator + offset).toint()
+    align = max(align, mX.element_type.width // 8)
+    pointer = cute.make_ptr(mX.element_type, address, cute.AddressSpace.gmem, assumed_align=align)
+    return cute.make_tensor(pointer, cute.make_layout(count))
+
+
+def load_vector(mX: cute.Tensor, offset: Int64, count: int, align: int) -> cute.Tensor:
+    """Load neighbouring elements into registers, in the widest pieces that `align` allows."""
+    rX = cute.make_rmem_tensor(count, mX.element_type)
+    cute.autovec_copy(global_vector(mX, offset, count, align), rX)
+    return rX
+
+
+def store_vector(rX: cute.Tensor, mX: cute.Tensor, offset: Int64, align: int) -> None:
+    """Store registers to neighbouring elements, in the widest pieces that `align` allows."""
+    cute.autovec_copy(rX, global_vector(mX, offset, cute.size(rX), align))
+
+
+def silu(z: Float32) -> Float32:
+    """z * sigmoid(z), right for any finite z.
+
+    1 + exp(-z) overflows below z = -88 where the result is still normal, so both factors carry 2^-24.
+    """
+    e = cute.math.exp2(z * -LOG2_E - 24.0, fastmath=True)
+    return z * 2.0**-24 * cute.arch.rcp_approx(e + 2.0**-24)
+
+
+def report(status: Int64, code: int | Int32, row: Int32, value: Int32) -> None:
+    """Write code, row and value as one word to pinned host memory at the address `status`."""
+    row = Int64(cutlass.min(row, Int32((1 << 28) - 1)))
+    word = (Int64(code) << 60) | (row << 32) | (Int64(value) & 0xFFFFFFFF)
+    pointer = cute.make_ptr(Int64, status, cute.AddressSpace.gmem, assumed_align=8)
+    cute.arch.store(pointer, word, sem="relaxed", scope="sys")
+
+
+def trap() -> None:
+    """Stop the device: every later call in this process fails."""
+    cute.arch.inline_ptx("trap;")
+
+
+def has_dependent_launch(arch: str) -> bool:
+    """Programmatic dependent launch exists from Hopper on."""
+    return not arch.startswith("sm_8")
+
+
+def silu_gradient(z: Float32) -> Float32:
+    """d silu(z) / dz = s + z * s * (1 - s) with s = sigmoid(z)."""
+    s = cute.arch.rcp_approx(cute.math.exp2(z * -LOG2_E, fastmath=True) + 1.0)
+    return s * (z * (1.0 - s) + 1.0)
+
+
+def copy_async(sOut: cute.Pointer, mIn: cute.Pointer, width: int, exists: Int32) -> None:
+    """Copy `width` bytes (4, 8 or 16) to shared memory without waiting; bytes from `exists` on become 0."""
+    cache = "cg" if width == 16 else "ca"
+    cute.arch.inline_ptx(
+        f"cp.async.{cache}.shared.global [{{$r0}}], [{{$r1}}], {width}, {{$r2}};",
+        read_only_args=[sOut.toint(), mIn.toint(), exists],
+    )
+
+
+def load_shared(sIn: cute.Tensor, offset: Int32, count: int, align: int) -> cute.Tensor:
+    """Load neighbouring elements of shared memory into registers."""
+    pointer = cute.make_ptr(
+        sIn.element_type, (sIn.iterator + offset).toint(), cute.AddressSpace.smem, assumed_align=align
+    )
+    rIn = cute.make_rmem_tensor(count, sIn.element_type)
+    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(count)), rIn)
+    return rIn

@@ -1,0 +1,105 @@
+"""Tokens of a [B, D, T] tensor: offsets, weights, where sequences start, and what the host asks of their layout."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Boolean, Int32, Int64, const_expr
+
+from accel.kernels import jit
+from accel.kernels.device import load_vector
+
+
+def element_offset(mX: cute.Tensor, b: Int32, d: Int32, t: Int32) -> Int64:
+    """Element offset of (b, d, t) in 64 bits."""
+    return Int64(b) * mX.stride[0] + Int64(d) * mX.stride[1] + Int64(t) * mX.stride[2]
+
+
+def load_weight(spec, mWeight: cute.Tensor, d: Int32) -> cute.Tensor:
+    """The taps of the thread's channels, [vec * W] with the taps of a channel together."""
+    if const_expr(spec.weight_rows):
+        return load_vector(mWeight, Int64(d) * spec.width, spec.vec * spec.width, spec.align_weight)
+    rW = cute.make_rmem_tensor(spec.vec * spec.width, mWeight.element_type)
+    for c in range(spec.vec):
+        for tap in range(spec.width):
+            rW[c * spec.width + tap] = mWeight[d + c, tap]
+    return rW
+
+
+def load_starts(mWords: cute.Tensor, t: Int32, halo: int, rows: int) -> Int32:
+    """Bit halo + i says that a sequence starts at token t + i, for -halo <= i < rows; t is a multiple of rows."""
+    high = Int64(mWords[1 + t // 32])
+    low = Int64(mWords[cutlass.max(t // 32, 1)]) & 0xFFFFFFFF
+    # where t < 32 both words are the first one: rows before token 0 get some bits, and token 0 starts a sequence
+    pair = (high << 32) | low
+    return Int32((pair >> Int64(32 - halo + (t & 31))) & ((1 << (halo + rows)) - 1))
+
+
+def load_indices(mSeqIdx: cute.Tensor, b: Int32, t: Int32, halo: int, rows: int) -> cute.Tensor:
+    """seq_idx of tokens t - halo .. t + rows; tokens that do not exist have their neighbour's."""
+    rIndex = cute.make_rmem_tensor(halo + rows, Int32)
+    for i in range(halo + rows):
+        token = cutlass.max(cutlass.min(t + (i - halo), mSeqIdx.shape[1] - 1), 0)
+        rIndex[i] = mSeqIdx[b, token]
+    return rIndex
+
+
+def has_boundary(rIndex: cute.Tensor, count: int) -> Boolean:
+    """Whether neighbouring rows differ in seq_idx, or one is padding."""
+    boundary = rIndex[0] < 0
+    for i in range(1, count):
+        boundary = boundary | (rIndex[i] != rIndex[i - 1]) | (rIndex[i] < 0)
+    return boundary
+
+
+@cute.jit
+def find_sequence(mCu: cute.Tensor, token: Int32) -> Int32:
+    """The sequence that holds a token: the last n with cu_seqlens[n] <= token. `mCu` must be valid."""
+    low = Int32(0)
+    high = mCu.shape[0] - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if Int32(mCu[middle]) <= token:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def tap_is_valid(starts: Int32, row: int, back: int, halo: int) -> Boolean:
+    """Whether the token `back` rows before `row` is in its sequence.
+
+    Bit halo + i of `starts` says that a sequence starts at row i of the thread's rows.
+    """
+    mask = ((1 << back) - 1) << (halo + row - back + 1)
+    return (starts & mask) == 0
+
+
+def token_strides(channel_last: bool, unit_stride: bool) -> tuple:
+    """Strides of a [B, D, T] tensor for compilation; None is any stride."""
+    if not unit_stride:
+        return (None, None, None)
+    return (None, 1, None) if channel_last else (None, None, 1)
+
+
+def residual_kind(residual: torch.Tensor | None, channel_last: bool) -> str | None:
+    """Whether the residual is read in vectors as x is."""
+    if residual is None:
+        return None
+    return "like" if residual.stride(1 if channel_last else 2) == 1 else "strided"
+
+
+def vector_alignment(tensor: torch.Tensor, channel_last: bool, vector: int) -> int:
+    """The alignment in bytes of every vector of a [B, D, T] tensor."""
+    size = tensor.element_size()
+    sb, sd, st = tensor.stride()
+    other = st if channel_last else sd
+    return jit.alignment(min(vector, 16), tensor.data_ptr(), sb * size, other * size)
+
+
+def packing_of(call) -> str:
+    """How a call says where sequences begin."""
+    if call.cu_seqlens is not None:
+        return "cu_seqlens"
+    return "dense" if call.seq_idx is None else "seq_idx"

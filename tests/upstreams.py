@@ -1,0 +1,57 @@
+"""Real upstream releases, each in a folder of its own, and Python processes that see one of them.
+
+One process can hold one FLA, so whatever needs a certain release runs in a subprocess with that folder in front.
+The folders are kept in the user's cache (ACCEL_TEST_CACHE names another place) and are installed once.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from filelock import FileLock
+from platformdirs import user_cache_dir
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def fla(version: str) -> Path:
+    """A folder with fla-core alone: modules and ops, no layers and models, nothing of transformers."""
+    return install([f"fla-core=={version}"], f"fla-core-{version}")
+
+
+def install(requirements: str | Sequence[str], name: str) -> Path:
+    """The folder `name` in the cache, with these requirements and none of their dependencies; reused when present."""
+    cache = Path(os.environ.get("ACCEL_TEST_CACHE") or user_cache_dir("accel-tests"))
+    cache.mkdir(parents=True, exist_ok=True)
+    folder = cache / name
+    with FileLock(cache / f"{name}.lock"):
+        if not folder.is_dir():
+            wanted = [requirements] if isinstance(requirements, str) else list(requirements)
+            with tempfile.TemporaryDirectory(dir=cache) as scratch:
+                # renamed only when complete: an interrupted run leaves no half-filled folder behind
+                filled = Path(scratch) / name
+                pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+                subprocess.run([*pip, "--target", str(filled), *wanted], check=True)
+                filled.rename(folder)
+    return folder
+
+
+def run_python(
+    code: str | Path,
+    path: Sequence[Path] = (),
+    env: Mapping[str, str] | None = None,
+    timeout: float = 300,
+) -> subprocess.CompletedProcess:
+    """Run a snippet, or a script's file, with these folders first on the path; its output is captured as text."""
+    program = [str(code)] if isinstance(code, Path) else ["-c", code]
+    folders = [*map(str, path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return subprocess.run(
+        [sys.executable, *program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(folders), **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
