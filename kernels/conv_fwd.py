@@ -261,7 +261,7 @@ class ConvForward:
         if const_expr(mBias is not None):
             z += mBias[d + c].to(Float32)
         if const_expr(spec.silu):
-            z = silu(z)
+            z = silu(z, spec.dtype is torch.float32)
         if const_expr(rR is not None):
             z += rR[i * spec.vec + c].to(Float32)
         rY[i * spec.vec + c] = z.to(rY.element_type)

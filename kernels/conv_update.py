@@ -147,7 +147,7 @@ class ConvUpdate:
             if const_expr(mBias is not None):
                 z += mBias[d + c].to(Float32)
             if const_expr(spec.silu):
-                z = silu(z)
+                z = silu(z, spec.dtype is torch.float32)
             if const_expr(mResidual is not None):
                 z += rR[c].to(Float32)
             rY[c] = z.to(mY.element_type)

@@ -9,7 +9,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-LOG2_E = 1.4426950408889634
+LOG2_E = 1.44269502162933349609375  # the fp32 nearest to log2(e)
+LOG2_E_LOW = 1.9259629911266175e-8  # log2(e) - LOG2_E
+LN2 = 0.6931471805599453
 
 
 def global_vector(mX: cute.Tensor, offset: Int64, count: int, align: int) -> cute.Tensor:
@@ -32,13 +34,33 @@ def store_vector(rX: cute.Tensor, mX: cute.Tensor, offset: Int64, align: int) ->
     cute.autovec_copy(rX, global_vector(mX, offset, cute.size(rX), align))
 
 
-def silu(z: Float32) -> Float32:
-    """z * sigmoid(z), right for any finite z.
+def silu(z: Float32, precise: bool) -> Float32:
+    """z * sigmoid(z), right for any finite z; `precise` where the result is not rounded to 16 bits.
 
     1 + exp(-z) overflows below z = -88 where the result is still normal, so both factors carry 2^-24.
     """
+    if precise:
+        return silu_precise(z)
     e = cute.math.exp2(z * -LOG2_E - 24.0, fastmath=True)
     return z * 2.0**-24 * cute.arch.rcp_approx(e + 2.0**-24)
+
+
+@cute.jit
+def silu_precise(z: Float32) -> Float32:
+    """Within a few fp32 ulp: exp(-z) from a product in two parts, and a real division."""
+    near = cutlass.max(cutlass.min(z, Float32(200.0)), Float32(-200.0))  # beyond, sigmoid is 1 or 0
+    product = near * -LOG2_E
+    # what the rounding of the product lost, and what LOG2_E lost itself
+    lost = cute.math.fma(near, Float32(-LOG2_E), -product) + near * -LOG2_E_LOW
+    y = Float32(0.0)
+    if z > -80.0:
+        e = cute.math.exp2(product, fastmath=True)
+        y = z / (e * (lost * LN2) + e + 1.0)
+    else:
+        # sigmoid(z) is exp(z) here; the exponent moves up so that nothing is subnormal before the end
+        e = cute.math.exp2(-product + 64.0, fastmath=True)
+        y = (e * (-lost * LN2) + e) * z * 2.0**-64
+    return y
 
 
 def report(status: Int64, code: int | Int32, row: Int32, value: Int32) -> None:
