@@ -27,6 +27,7 @@ from accel.kernels.tokens import (
     tap_is_valid,
     token_strides,
     vector_alignment,
+    weight_alignment,
 )
 
 ROWS = 8  # tokens of a thread
@@ -113,6 +114,7 @@ class ConvBackwardFirst:
         spec = self.spec
         if const_expr(has_dependent_launch(spec.arch)):
             cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
         tid, _, _ = cute.arch.thread_idx()
         block, first, _ = cute.arch.block_idx()
         _, batches, _ = cute.arch.grid_dim()
@@ -339,6 +341,6 @@ def specify(call, dy, dx, needs_parameters: bool, arch: str) -> BackwardFirstSpe
         vector_alignment(x, False, vector),
         vector_alignment(dy, False, vector) if dy.stride(2) == 1 else 0,
         0 if dx is None else vector_alignment(dx, False, vector),
-        jit.alignment(16, weight.data_ptr(), width * weight.element_size()) if weight_rows else 0,
+        weight_alignment(weight, 1),
         arch,
     )

@@ -29,6 +29,7 @@ from accel.kernels.tokens import (
     tap_is_valid,
     token_strides,
     vector_alignment,
+    weight_alignment,
 )
 
 WARPS = 8
@@ -520,7 +521,7 @@ def specify(call, dy, dx, needs_parameters: bool, arch: str) -> BackwardSpec:
         copy_width(x, row),
         copy_width(dy, row),
         0 if dx is None else vector_alignment(dx, True, vec * size),
-        jit.alignment(16, weight.data_ptr(), vec * weight.shape[1] * weight.element_size()) if weight_rows else 0,
+        weight_alignment(weight, vec),
         arch,
     )
 
@@ -529,5 +530,7 @@ def copy_width(tensor: torch.Tensor, row: int) -> int:
     """Bytes of one asynchronous copy, at most an eighth of a row so that a warp has work; 0 where none is possible."""
     if tensor.stride(1) != 1 and tensor.shape[1] != 1:
         return 0
-    width = vector_alignment(tensor, True, min(16, row // 8))
-    return width if width >= 4 else 0
+    for width in (16, 4):
+        if width <= row // 8 and vector_alignment(tensor, True, width) == width:
+            return width
+    return 0

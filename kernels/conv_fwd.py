@@ -36,6 +36,7 @@ from accel.kernels.tokens import (
     tap_is_valid,
     token_strides,
     vector_alignment,
+    weight_alignment,
 )
 
 MAX_GRID_YZ = 32768
@@ -141,6 +142,7 @@ class ConvForward:
         spec = self.spec
         if const_expr(has_dependent_launch(spec.arch)):
             cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
         batch, channels, tokens = mX.shape
         b, d, t, state = self.place(mX)
         if state < 0:
@@ -438,7 +440,6 @@ def specify(call, y, final_states, arch: str) -> ConvSpec:
         flat = tokens < 4 * FIRST_THREADS * rows
         vector = rows * size
     weight_rows = weight.stride() == (width, 1)
-    weight_bytes = vec * width * weight.element_size()
     return ConvSpec(
         x.dtype,
         weight.dtype,
@@ -458,7 +459,7 @@ def specify(call, y, final_states, arch: str) -> ConvSpec:
         weight_rows,
         vector_alignment(x, channel_last, vector) if unit_stride else 0,
         vector_alignment(y, channel_last, vector),
-        jit.alignment(16, weight.data_ptr(), weight_bytes) if weight_rows else 0,
+        weight_alignment(weight, vec),
         0 if call.residual is None else vector_alignment(call.residual, channel_last, vector),
         flat,
         arch,

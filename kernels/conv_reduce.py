@@ -44,6 +44,7 @@ class ReducePartials:
     def kernel(self, mPartial: cute.Tensor, mDWeight: cute.Tensor | None, mDBias: cute.Tensor | None):
         if const_expr(has_dependent_launch(self.spec.arch)):
             cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
         tid, _, _ = cute.arch.thread_idx()
         channel_block, j, _ = cute.arch.block_idx()
         lane, group = tid % 32, tid // 32

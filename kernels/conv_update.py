@@ -1,6 +1,6 @@
 """One decode step of a causal convolution: `ConvUpdate`, its specification, and `launch`.
 
-A thread owns `vec` neighbouring channels of one row. It loads state, x and weights together, keeps the shifted state as
+A thread owns `vec` neighbouring channels of a row or a few. It loads state, x and weights together, keeps the shifted state as
 raw bits, and stores it where it was. Programmatic dependent launch hides the launch latency: waiting comes first, so
 stream order holds. Where slots are indexed, one extra CTA row looks for a slot that two rows share, once per call.
 """
@@ -40,6 +40,7 @@ class UpdateSpec(NamedTuple):
     length: int
     layout: str  # of the state: compact, channel-last or strided
     vec: int
+    rows: int  # that a thread serves; more than one saves loading the weights again
     weight_rows: bool  # weight is [D, W] with strides (W, 1)
     align_x: int
     align_state: int
@@ -78,7 +79,7 @@ class ConvUpdate:
         mX, mY = self.rows_and_channels(mX), self.rows_and_channels(mY)
         if const_expr(mResidual is not None):
             mResidual = self.rows_and_channels(mResidual)
-        rows = mX.shape[0] + 1 if const_expr(spec.has_indices) else mX.shape[0]
+        rows = mX.shape[0] + 1 if const_expr(spec.has_indices) else cute.ceil_div(mX.shape[0], spec.rows)
         grid_y = cutlass.min(rows, MAX_GRID_Y)
         self.kernel(mX, mState, mWeight, mBias, mResidual, mY, mSlots, pad_slot, status).launch(
             grid=[cute.ceil_div(mX.shape[1], spec.threads * spec.vec), grid_y, cute.ceil_div(rows, grid_y)],
@@ -103,10 +104,11 @@ class ConvUpdate:
         spec = self.spec
         if const_expr(has_dependent_launch(spec.arch)):
             cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
         tid, _, _ = cute.arch.thread_idx()
         tile, by, bz = cute.arch.block_idx()
         _, grid_y, _ = cute.arch.grid_dim()
-        row = by + bz * grid_y
+        row = (by + bz * grid_y) * spec.rows
         d = (tile * spec.threads + tid) * spec.vec
         if row < mX.shape[0] and d < mX.shape[1]:
             slot = row
@@ -128,32 +130,40 @@ class ConvUpdate:
                 self.check_slots(mSlots, mState.shape[0], pad_slot, status)
 
     @cute.jit
-    def step(self, mX, mState, mWeight, mBias, mResidual, mY, row: Int32, slot: Int32, d: Int32):
-        """Convolve and shift `vec` channels of one row."""
+    def step(self, mX, mState, mWeight, mBias, mResidual, mY, first: Int32, slot: Int32, d: Int32):
+        """Convolve and shift `vec` channels of `rows` rows from `first` on; all loads come before any use."""
         spec = self.spec
         vec, width = spec.vec, spec.width
-        x_offset = Int64(row) * mX.stride[0] + d
-        rX = load_vector(mX, x_offset, vec, spec.align_x)
-        history, store_state = self.load_state(mState, slot, d)
+        last = mX.shape[0] - 1
         rW = self.load_weight(mWeight, d)
-        if const_expr(mResidual is not None):
-            rR = load_vector(mResidual, Int64(row) * mResidual.stride[0] + d, vec, spec.align_residual)
-        rY = cute.make_rmem_tensor(vec, mY.element_type)
-        for c in cutlass.range_constexpr(vec):
-            z = rX[c].to(Float32) * rW[c * width + width - 1].to(Float32)
-            if const_expr(spec.length != 0):
-                for tap in cutlass.range_constexpr(width - 1):
-                    z += history(c, tap - (width - 1)).to(Float32) * rW[c * width + tap].to(Float32)
-            if const_expr(mBias is not None):
-                z += mBias[d + c].to(Float32)
-            if const_expr(spec.silu):
-                z = silu(z, spec.dtype is torch.float32)
+        loaded = []
+        for r in cutlass.range_constexpr(spec.rows):
+            row = cutlass.min(first + r, last) if const_expr(spec.rows > 1) else first
+            rX = load_vector(mX, Int64(row) * mX.stride[0] + d, vec, spec.align_x)
+            history, store_state = self.load_state(mState, row if const_expr(spec.rows > 1) else slot, d)
+            rR = None
             if const_expr(mResidual is not None):
-                z += rR[c].to(Float32)
-            rY[c] = z.to(mY.element_type)
-        store_vector(rY, mY, Int64(row) * mY.stride[0] + d, vec * mY.element_type.width // 8)
-        if const_expr(spec.length != 0):
-            store_state(rX)
+                rR = load_vector(mResidual, Int64(row) * mResidual.stride[0] + d, vec, spec.align_residual)
+            loaded.append((row, rX, rR, history, store_state))
+        for r in cutlass.range_constexpr(spec.rows):
+            row, rX, rR, history, store_state = loaded[r]
+            rY = cute.make_rmem_tensor(vec, mY.element_type)
+            for c in cutlass.range_constexpr(vec):
+                z = rX[c].to(Float32) * rW[c * width + width - 1].to(Float32)
+                if const_expr(spec.length != 0):
+                    for tap in cutlass.range_constexpr(width - 1):
+                        z += history(c, tap - (width - 1)).to(Float32) * rW[c * width + tap].to(Float32)
+                if const_expr(mBias is not None):
+                    z += mBias[d + c].to(Float32)
+                if const_expr(spec.silu):
+                    z = silu(z, spec.dtype is torch.float32)
+                if const_expr(mResidual is not None):
+                    z += rR[c].to(Float32)
+                rY[c] = z.to(mY.element_type)
+            if first + r <= last:
+                store_vector(rY, mY, Int64(row) * mY.stride[0] + d, vec * mY.element_type.width // 8)
+                if const_expr(spec.length != 0):
+                    store_state(rX)
 
     def load_weight(self, mWeight: cute.Tensor, d: Int32) -> cute.Tensor:
         """The taps of the thread's channels, [vec * W] with the taps of a channel together."""
@@ -300,12 +310,12 @@ def specify(x, form, state, weight, bias, residual, indices, activation: bool, a
             length, vec = -1, 1
         elif s2 == 1 and s1 == length:
             layout = "compact"
-            align_state = jit.alignment(16, state.data_ptr(), s0 * size, vec * length * size)
+            align_state = jit.alignment(jit.widest(vec * length * size), size, state.data_ptr(), s0 * size)
         elif s1 == 1:
             layout = "channel-last"
             if d % 8 == 0 and n * d >= 1 << 18:
                 vec = 16 // size
-            align_state = jit.alignment(16, state.data_ptr(), s0 * size, s2 * size, vec * size)
+            align_state = jit.alignment(vec * size, size, state.data_ptr(), s0 * size, s2 * size)
         else:
             vec = 1
     weight_rows = weight.stride() == (width, 1)
@@ -323,11 +333,12 @@ def specify(x, form, state, weight, bias, residual, indices, activation: bool, a
         length,
         layout,
         vec,
+        1,
         weight_rows,
-        jit.alignment(row_bytes, x.data_ptr(), strides[rows] * size),
+        jit.alignment(row_bytes, size, x.data_ptr(), strides[rows] * size if n > 1 else 0),
         align_state,
-        jit.alignment(16, weight.data_ptr(), vec * width * weight_size) if weight_rows else 0,
-        0 if residual is None else jit.alignment(row_bytes, residual.data_ptr(), residual.stride(rows) * size),
+        jit.alignment(jit.widest(vec * width * weight_size), weight_size, weight.data_ptr()) if weight_rows else 0,
+        0 if residual is None else jit.alignment(row_bytes, size, residual.data_ptr(), residual.stride(rows) * size),
         SMALL_THREADS if n * d < SMALL else THREADS,
         arch,
     )

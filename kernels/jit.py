@@ -62,9 +62,17 @@ def fake(dtype: torch.dtype | None, shape: tuple, stride: tuple) -> Any:
     return make_fake_tensor(CUTE_DTYPE[dtype], extents, strides)
 
 
-def alignment(limit: int, *quantities: int) -> int:
-    """The largest power of two up to `limit` (bytes) that divides every address and byte stride."""
+def widest(chunk: int) -> int:
+    """Bytes of the widest access, at most 16, that divides a chunk of neighbouring bytes."""
+    return min(16, chunk & -chunk)
+
+
+def alignment(limit: int, element: int, *quantities: int) -> int:
+    """`limit` bytes where every address and byte stride is a multiple of it, else one element.
+
+    Two answers and not all powers of two between: each one is another kernel to compile.
+    """
     bits = limit
     for quantity in quantities:
         bits |= quantity
-    return bits & -bits
+    return limit if bits & -bits >= limit else element

@@ -62,6 +62,7 @@ class LastTokens:
     ):
         if const_expr(has_dependent_launch(self.spec.arch)):
             cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         channel_blocks = cute.ceil_div(mStates.shape[1], THREADS)

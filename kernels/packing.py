@@ -45,6 +45,7 @@ class MarkStarts:
     def kernel(self, mCu: cute.Tensor, mWords: cute.Tensor, tokens: Int32, status: Int64):
         if const_expr(has_dependent_launch(self.spec.arch)):
             cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         smem = cutlass.utils.SmemAllocator()

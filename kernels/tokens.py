@@ -95,7 +95,17 @@ def vector_alignment(tensor: torch.Tensor, channel_last: bool, vector: int) -> i
     size = tensor.element_size()
     sb, sd, st = tensor.stride()
     other = st if channel_last else sd
-    return jit.alignment(min(vector, 16), tensor.data_ptr(), sb * size, other * size)
+    batch = sb * size if tensor.shape[0] > 1 else 0
+    return jit.alignment(min(vector, 16), size, tensor.data_ptr(), batch, other * size)
+
+
+def weight_alignment(weight: torch.Tensor, vec: int) -> int:
+    """The alignment in bytes of the taps of `vec` neighbouring channels; 0 where weight is not dense."""
+    width = weight.shape[1]
+    if weight.stride() != (width, 1):
+        return 0
+    size = weight.element_size()
+    return jit.alignment(jit.widest(vec * width * size), size, weight.data_ptr())
 
 
 def packing_of(call) -> str:
