@@ -10,27 +10,27 @@ import torch
 
 from accel.kernels import conv_bwd_first, conv_bwd_last, conv_bwd_state, conv_reduce, jit
 from accel.kernels.contract import is_channel_last
-from accel.kernels.conv_bwd_last import BATCH, WARPS
+from accel.kernels.conv_bwd_last import BATCH
 from accel.kernels.packing import mark_starts
 
 
-def plan(channel_blocks: int, batch: int, tokens: int, sm_count: int) -> tuple[int, int]:
+def plan(channel_blocks: int, batch: int, tokens: int, places: int, warps: int) -> tuple[int, int]:
     """(run, blocks): tokens that a warp walks at once, and blocks that share the runs of a channel block.
 
-    One block fits an SM. Whole waves of blocks waste least, few waves have the fewest look-ahead rows.
+    `places` is how many blocks the GPU holds at once. Whole waves of blocks waste least, few waves have the fewest look-ahead rows.
     """
     best, slots = 0.0, 1
     for waves in range(1, 5):
-        count = max(1, waves * sm_count // channel_blocks)
+        count = max(1, waves * places // channel_blocks)
         used = count * channel_blocks
-        share = used / (-(-used // sm_count) * sm_count)
+        share = used / (-(-used // places) * places)
         if share > best + 0.05:
             best, slots = share, count
-    runs = max(1, slots * WARPS // batch)  # of one batch row
+    runs = max(1, slots * warps // batch)  # of one batch row
     rows = -(-tokens // runs)
     run = max(8, (rows + BATCH - 1) // BATCH * BATCH)
     items = batch * -(-tokens // run)
-    return run, min(slots, -(-items // WARPS))
+    return run, min(slots, -(-items // warps))
 
 
 def launch(call, dx, dweight, dbias, dinitial, facts) -> None:
@@ -54,7 +54,7 @@ def launch(call, dx, dweight, dbias, dinitial, facts) -> None:
     partial = None
     if is_channel_last(x):
         spec = conv_bwd_last.specify(call, dy, dx, parameters, facts.arch)
-        run, blocks = plan(-(-d // (32 * spec.vec)), batch, tokens, facts.sm_count)
+        run, blocks = plan(-(-d // (32 * spec.vec)), batch, tokens, facts.sm_count * spec.per_sm, spec.warps)
         if parameters:
             partial = torch.empty((blocks, sums, d), dtype=torch.float32, device=x.device)
         jit.get(spec, conv_bwd_last.build)(*common, call.seq_idx, dx, partial, run, blocks)

@@ -15,7 +15,7 @@ import torch
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from accel.kernels import jit
-from accel.kernels.device import has_dependent_launch, load_vector, silu_gradient, store_vector
+from accel.kernels.device import has_dependent_launch, load_vector, multiply_silu_gradient, store_vector, to_float
 from accel.kernels.last_tokens import flatten_tokens
 from accel.kernels.tokens import (
     element_offset,
@@ -170,45 +170,48 @@ class ConvBackwardFirst:
         for j in cutlass.range_constexpr(width):
             rW[j] = rRaw[j].to(Float32) + poison
         rG = cute.make_rmem_tensor(ROWS + halo, Float32)
-        rDx = cute.make_rmem_tensor(ROWS, Float32)
-        for i in cutlass.range_constexpr(ROWS):
-            rDx[i] = Float32(0.0)
+        rU = cute.make_rmem_tensor(ROWS + halo, Float32)
+        rTap = cute.make_rmem_tensor((ROWS + halo) * width, Float32)  # token k rows back of row i at [i * W + k]
+        bias = Float32(0.0)
+        if const_expr(mBias is not None):
+            bias = mBias[d].to(Float32)
         for i in cutlass.range_constexpr(ROWS + halo):
-            rTap = cute.make_rmem_tensor(width, Float32)
             for k in cutlass.range_constexpr(width):
-                value = rX[ROWS + i - k].to(Float32)
+                value = to_float(rX, ROWS + i - k)
                 if const_expr(k > 0):
                     if not self.is_valid(starts, rIndex, i, k):
                         value = Float32(0.0)
-                rTap[k] = value
+                rTap[i * width + k] = value
             if const_expr(spec.has_initial):
                 if malformed == 0 and t + i < tokens:
                     self.read_history(mInitial, mCu, rTap, starts, rIndex, b, d, t, i)
-            u = Float32(0.0)
-            if const_expr(mBias is not None):
-                u = mBias[d].to(Float32)
+            u = bias
             for k in cutlass.range_constexpr(width):
-                u += rTap[k] * rW[width - 1 - k]
-            g = rDy[i].to(Float32)
-            if const_expr(spec.silu):
-                g = g * silu_gradient(u)
+                u += rTap[i * width + k] * rW[width - 1 - k]
+            rU[i] = u
+            rG[i] = to_float(rDy, i)
+        if const_expr(spec.silu):
+            multiply_silu_gradient(rG, rU)
+        for i in cutlass.range_constexpr(ROWS + halo):
             if const_expr(spec.packing == "seq_idx"):
                 if rIndex[halo + i] < 0:
-                    g = Float32(0.0)
-            g = g + poison
-            rG[i] = g
-            if const_expr(i < ROWS and spec.needs_parameters):
+                    rG[i] = Float32(0.0)
+            rG[i] = rG[i] + poison
+        if const_expr(spec.needs_parameters):
+            for i in cutlass.range_constexpr(ROWS):
                 for k in cutlass.range_constexpr(width):
-                    rSum[width - 1 - k] = rSum[width - 1 - k] + g * rTap[k]
+                    rSum[width - 1 - k] = rSum[width - 1 - k] + rG[i] * rTap[i * width + k]
                 if const_expr(spec.bias_dtype is not None):
-                    rSum[width] = rSum[width] + g
-            for k in cutlass.range_constexpr(width):
-                if const_expr(0 <= i - k < ROWS):
-                    share = g * rW[width - 1 - k]
-                    if const_expr(k > 0):
-                        if not self.is_valid(starts, rIndex, i, k):
-                            share = Float32(0.0)
-                    rDx[i - k] = rDx[i - k] + share
+                    rSum[width] = rSum[width] + rG[i]
+        rDx = cute.make_rmem_tensor(ROWS, Float32)
+        for i in cutlass.range_constexpr(ROWS):
+            rDx[i] = rG[i] * rW[width - 1]
+        for k in cutlass.range_constexpr(1, width):
+            for i in cutlass.range_constexpr(ROWS):
+                share = rG[i + k]
+                if not self.is_valid(starts, rIndex, i + k, k):
+                    share = Float32(0.0)
+                rDx[i] = rDx[i] + share * rW[width - 1 - k]
         if const_expr(spec.needs_x):
             if const_expr(spec.has_final):
                 self.add_final(mDFinal, mCu, rDx, b, d, t, tokens, malformed)
@@ -246,7 +249,7 @@ class ConvBackwardFirst:
         if near:
             for k in cutlass.range_constexpr(1, spec.width):
                 if k > position and self.is_valid_history(rIndex, i, k):
-                    rTap[k] = mInitial[n, d, mInitial.shape[2] + position - k].to(Float32)
+                    rTap[i * spec.width + k] = mInitial[n, d, mInitial.shape[2] + position - k].to(Float32)
 
     def is_valid_history(self, rIndex, i: int, k: int) -> Boolean:
         """With seq_idx the initial state belongs to the sequence of the first token."""

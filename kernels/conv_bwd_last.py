@@ -13,10 +13,17 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from accel.kernels import jit
-from accel.kernels.device import copy_async, has_dependent_launch, load_shared, silu_gradient, store_vector
+from accel.kernels.device import (
+    copy_async,
+    has_dependent_launch,
+    load_shared,
+    multiply_silu_gradient,
+    store_vector,
+    to_float,
+)
 from accel.kernels.last_tokens import flatten_tokens
 from accel.kernels.tokens import (
     element_offset,
@@ -32,7 +39,7 @@ from accel.kernels.tokens import (
     weight_alignment,
 )
 
-WARPS = 8
+WARPS, PER_SM, STAGES = 4, 3, 4
 BATCH = 4  # rows that a ring stage holds of x and of dy
 
 
@@ -51,6 +58,8 @@ class BackwardSpec(NamedTuple):
     needs_x: bool
     needs_parameters: bool
     vec: int
+    warps: int  # of a block
+    per_sm: int  # blocks that fit an SM
     stages: int
     weight_rows: bool
     piece_x: int
@@ -94,9 +103,11 @@ class ConvBackward:
                 mDx = flatten_tokens(mDx)
         self.kernel(mX, mDy, mWeight, mBias, mInitial, mDFinal, mCu, mWords, mSeqIdx, mDx, mPartial, run).launch(
             grid=[cute.ceil_div(mX.shape[1], self.row), blocks, 1],
-            block=[32 * WARPS, 1, 1],
+            block=[32 * spec.warps, 1, 1],
             stream=stream,
             use_pdl=has_dependent_launch(spec.arch),
+            min_blocks_per_mp=spec.per_sm,
+            preferred_smem_carveout=100,
         )
 
     @cute.kernel
@@ -126,7 +137,7 @@ class ConvBackward:
         lane = tid % 32
         smem = cutlass.utils.SmemAllocator()
         ring = cute.make_layout(
-            (self.row, BATCH, 2, spec.stages, WARPS),
+            (self.row, BATCH, 2, spec.stages, spec.warps),
             stride=(1, self.row, self.row * BATCH, self.row * BATCH * 2, self.row * BATCH * 2 * spec.stages),
         )
         sRing = smem.allocate_tensor(mX.element_type, ring, byte_alignment=128)
@@ -141,7 +152,7 @@ class ConvBackward:
         self.load_parameters(mWeight, mBias, rW, rB, rSum, d, mX.shape[1], malformed)
         batch, _, tokens = mX.shape
         runs = cute.ceil_div(tokens, run)
-        for item in range(block * WARPS + warp, batch * runs, blocks * WARPS):
+        for item in range(block * spec.warps + warp, batch * runs, blocks * spec.warps):
             b = item // runs
             t = (item - b * runs) * run
             self.walk(
@@ -187,8 +198,12 @@ class ConvBackward:
         rows = cutlass.min(run, tokens - t)
         own = cute.ceil_div(rows, BATCH)
         ahead = (halo + BATCH - 1) // BATCH
+        lanes = (
+            self.lane_pieces(mX, b, d, t, lane, spec.piece_x),
+            self.lane_pieces(mDy, b, d, t, lane, spec.piece_dy),
+        )
         for stage in cutlass.range_constexpr(spec.stages - 1):
-            self.fetch(mX, mDy, sRing, b, d, t + stage * BATCH, stage, warp, lane)
+            self.fetch(mX, mDy, sRing, lanes, b, d, t + stage * BATCH, Int32(stage), warp, lane)
         rWindow = cute.make_rmem_tensor(halo * vec, Float32)  # token -1 - k of the batch at [k * vec + c]
         rPending = cute.make_rmem_tensor(halo * vec, Float32)  # dx of the same tokens, so far
         for i in cutlass.range_constexpr(halo * vec):
@@ -204,12 +219,12 @@ class ConvBackward:
                 rEnd[1] = Int32(mCu[rEnd[0] + 1])
         for q in range(own):
             self.advance(
-                mX, mDy, mInitial, mDFinal, mCu, mWords, mSeqIdx, mDx, sRing, rW, rB, rSum, rWindow, rPending, rEnd,
+                mX, mDy, mInitial, mDFinal, mCu, mWords, mSeqIdx, mDx, sRing, rW, rB, rSum, rWindow, rPending, rEnd, lanes,
                 b, d, t, rows, q, warp, lane, malformed, True,
             )  # fmt: skip
         for extra in cutlass.range_constexpr(ahead):
             self.advance(
-                mX, mDy, mInitial, mDFinal, mCu, mWords, mSeqIdx, mDx, sRing, rW, rB, rSum, rWindow, rPending, rEnd,
+                mX, mDy, mInitial, mDFinal, mCu, mWords, mSeqIdx, mDx, sRing, rW, rB, rSum, rWindow, rPending, rEnd, lanes,
                 b, d, t, rows, own + extra, warp, lane, malformed, False,
             )  # fmt: skip
         cute.arch.cp_async_wait_group(0)
@@ -231,42 +246,52 @@ class ConvBackward:
                 rWindow[k * spec.vec + c] = value
 
     @cute.jit
-    def fetch(self, mX, mDy, sRing, b: Int32, d: Int32, t: Int32, stage: Int32, warp: Int32, lane: Int32):
+    def fetch(self, mX, mDy, sRing, lanes, b: Int32, d: Int32, t: Int32, stage: Int32, warp: Int32, lane: Int32):
         """Start copying rows t .. t + BATCH of x and dy into a stage; rows and channels that do not exist become 0."""
         for which in cutlass.range_constexpr(2):
             mIn = mX if const_expr(which == 0) else mDy
-            piece = self.spec.piece_x if const_expr(which == 0) else self.spec.piece_dy
-            if const_expr(piece > 0):
-                self.fetch_pieces(mIn, sRing, b, d - lane * self.spec.vec, t, which, stage, warp, lane, piece)
+            if const_expr(lanes[which] is not None):
+                self.fetch_pieces(mIn, sRing, lanes[which], t, which, stage, warp)
             else:
                 self.fetch_elements(mIn, sRing, b, d, t, which, stage, warp, lane)
         cute.arch.cp_async_commit_group()
 
-    @cute.jit
-    def fetch_pieces(
-        self, mIn, sRing, b: Int32, d: Int32, t: Int32, which: cutlass.Constexpr[int], stage: Int32, warp: Int32,
-        lane: Int32, piece: cutlass.Constexpr[int],
-    ):  # fmt: skip
-        """Asynchronous copies, `piece` bytes a lane."""
+    def lane_pieces(self, mIn, b: Int32, d: Int32, t: Int32, lane: Int32, piece: int):
+        """What asynchronous copies of a lane need in a run: (piece, row, channel, bytes that exist, moving offset)."""
+        if const_expr(piece == 0):
+            return None
         size = mIn.element_type.width // 8
-        count = piece // size
-        per_row = self.row // count
-        for i in cutlass.range_constexpr(BATCH * per_row // 32):
-            index = lane + 32 * i
-            row = index // per_row
-            channel = (index - row * per_row) * count
-            token = t + row
-            exists = cutlass.min(mIn.shape[1] - (d + channel), count) * size
-            if token >= mIn.shape[2] or exists < 0:
-                exists = Int32(0)
-            inside = cutlass.min(d + channel, mIn.shape[1] - 1)
-            source = element_offset(mIn, b, inside, cutlass.min(token, mIn.shape[2] - 1))
-            copy_async(
-                sRing.iterator + cute.crd2idx((channel, row, which, stage, warp), sRing.layout),
-                mIn.iterator + source,
-                piece,
-                exists,
-            )
+        per_row = self.row * size // piece
+        row = lane // per_row if const_expr(per_row < 32) else Int32(0)
+        channel = (lane % per_row) * (piece // size)
+        first = d - lane * self.spec.vec + channel
+        exists = [
+            cutlass.min(cutlass.max((mIn.shape[1] - first) * size - 32 * piece * i, 0), piece)
+            for i in range(max(1, per_row // 32))
+        ]
+        rAt = cute.make_rmem_tensor(1, Int64)
+        rAt[0] = element_offset(mIn, b, first, t + row)
+        return piece, row, channel, exists, rAt
+
+    @cute.jit
+    def fetch_pieces(self, mIn, sRing, pieces, t: Int32, which: cutlass.Constexpr[int], stage: Int32, warp: Int32):
+        """Asynchronous copies, one piece a lane and instruction."""
+        piece, row, channel, exists, rAt = pieces
+        size = mIn.element_type.width // 8
+        per_row = self.row * size // piece
+        at_once = max(1, 32 // per_row)  # rows that one instruction of the warp copies
+        source = mIn.iterator + rAt[0]
+        target = sRing.iterator + cute.crd2idx((channel, row, which, stage, warp), sRing.layout)
+        step = Int64(at_once) * mIn.stride[2]
+        for rows in cutlass.range_constexpr(0, BATCH, at_once):
+            for i in cutlass.range_constexpr(len(exists)):
+                bytes_ = exists[i]
+                if t + row + rows >= mIn.shape[2]:
+                    bytes_ = Int32(0)
+                column = i * 32 * piece // size
+                copy_async(target + (rows * self.row + column), source + column, piece, bytes_)
+            source = source + step
+        rAt[0] = rAt[0] + Int64(BATCH) * mIn.stride[2]
 
     @cute.jit
     def fetch_elements(
@@ -287,7 +312,7 @@ class ConvBackward:
 
     @cute.jit
     def advance(
-        self, mX, mDy, mInitial, mDFinal, mCu, mWords, mSeqIdx, mDx, sRing, rW, rB, rSum, rWindow, rPending, rEnd,
+        self, mX, mDy, mInitial, mDFinal, mCu, mWords, mSeqIdx, mDx, sRing, rW, rB, rSum, rWindow, rPending, rEnd, lanes,
         b: Int32, d: Int32, t: Int32, rows: Int32, q: Int32, warp: Int32, lane: Int32, malformed: Int32,
         own: cutlass.Constexpr[bool],
     ):  # fmt: skip
@@ -298,20 +323,21 @@ class ConvBackward:
         cute.arch.sync_warp()
         stage = q % spec.stages
         bytes_ = vec * mX.element_type.width // 8
-        rX = cute.make_rmem_tensor(BATCH * vec, mX.element_type)
-        rDy = cute.make_rmem_tensor(BATCH * vec, mX.element_type)
+        rX = cute.make_rmem_tensor(BATCH * vec, Float32)
+        rG = cute.make_rmem_tensor(BATCH * vec, Float32)
+        base = cute.crd2idx((lane * vec, 0, 0, stage, warp), sRing.layout)
         for i in cutlass.range_constexpr(BATCH):
-            rRow = load_shared(sRing, cute.crd2idx((lane * vec, i, 0, stage, warp), sRing.layout), vec, bytes_)
-            rDRow = load_shared(sRing, cute.crd2idx((lane * vec, i, 1, stage, warp), sRing.layout), vec, bytes_)
+            rRow = load_shared(sRing, base + i * self.row, vec, bytes_)
+            rDRow = load_shared(sRing, base + (BATCH + i) * self.row, vec, bytes_)
             for c in cutlass.range_constexpr(vec):
-                rX[i * vec + c] = rRow[c]
-                rDy[i * vec + c] = rDRow[c]
+                rX[i * vec + c] = to_float(rRow, c)
+                rG[i * vec + c] = to_float(rDRow, c)
         ahead = q + spec.stages - 1
-        self.fetch(mX, mDy, sRing, b, d, t + ahead * BATCH, ahead % spec.stages, warp, lane)
+        self.fetch(mX, mDy, sRing, lanes, b, d, t + ahead * BATCH, ahead % spec.stages, warp, lane)
         first = t + q * BATCH
         if const_expr(spec.packing == "dense"):
             self.compute(
-                mInitial, mDFinal, mCu, mDx, rX, rDy, rW, rB, rSum, rWindow, rPending, rEnd, Int32(0), None,
+                mInitial, mDFinal, mCu, mDx, rX, rG, rW, rB, rSum, rWindow, rPending, rEnd, Int32(0), None,
                 b, d, t, rows, first, mX.shape[1], mX.shape[2], malformed, own, False,
             )  # fmt: skip
         else:
@@ -324,93 +350,136 @@ class ConvBackward:
                 boundary = has_boundary(rIndex, self.halo + BATCH)
             if boundary:
                 self.compute(
-                    mInitial, mDFinal, mCu, mDx, rX, rDy, rW, rB, rSum, rWindow, rPending, rEnd, starts, rIndex,
+                    mInitial, mDFinal, mCu, mDx, rX, rG, rW, rB, rSum, rWindow, rPending, rEnd, starts, rIndex,
                     b, d, t, rows, first, mX.shape[1], mX.shape[2], malformed, own, True,
                 )  # fmt: skip
             else:
                 self.compute(
-                    mInitial, mDFinal, mCu, mDx, rX, rDy, rW, rB, rSum, rWindow, rPending, rEnd, starts, rIndex,
+                    mInitial, mDFinal, mCu, mDx, rX, rG, rW, rB, rSum, rWindow, rPending, rEnd, starts, rIndex,
                     b, d, t, rows, first, mX.shape[1], mX.shape[2], malformed, own, False,
                 )  # fmt: skip
 
     @cute.jit
     def compute(
-        self, mInitial, mDFinal, mCu, mDx, rX, rDy, rW, rB, rSum, rWindow, rPending, rEnd, starts: Int32, rIndex,
+        self, mInitial, mDFinal, mCu, mDx, rX, rG, rW, rB, rSum, rWindow, rPending, rEnd, starts: Int32, rIndex,
         b: Int32, d: Int32, t: Int32, rows: Int32, first: Int32, channels: Int32, tokens: Int32, malformed: Int32,
         own: cutlass.Constexpr[bool], masked: cutlass.Constexpr[bool],
     ):  # fmt: skip
         """Rows first .. first + BATCH: g from u, then dx of the rows halo back, and the sums where the rows are own."""
         spec = self.spec
         vec, width, halo = spec.vec, spec.width, self.halo
-        rG = cute.make_rmem_tensor(BATCH * vec, Float32)
-        rTap = cute.make_rmem_tensor(
-            BATCH * width * vec, Float32
-        )  # token k rows back of row i at [(i * W + k) * vec + c]
-        for i in cutlass.range_constexpr(BATCH):
-            for k in cutlass.range_constexpr(width):
-                for c in cutlass.range_constexpr(vec):
-                    back = i - k
-                    value = rX[back * vec + c].to(Float32) if back >= 0 else rWindow[(-back - 1) * vec + c]
-                    if const_expr(masked and k > 0):
-                        if not self.is_valid(starts, rIndex, i, k):
-                            value = Float32(0.0)
-                    rTap[(i * width + k) * vec + c] = value
-            if const_expr(masked and spec.has_initial and spec.packing == "cu_seqlens"):
-                if not tap_is_valid(starts, i, halo, halo) and first + i < tokens and d < channels:
-                    self.read_history(mInitial, mCu, rTap, d, first + i, i)
-        for i in cutlass.range_constexpr(BATCH):
-            for c in cutlass.range_constexpr(vec):
-                u = rB[c]
-                for k in cutlass.range_constexpr(width):
-                    u = u + rTap[(i * width + k) * vec + c] * rW[c * width + width - 1 - k]
-                g = rDy[i * vec + c].to(Float32)
-                if const_expr(spec.silu):
-                    g = g * silu_gradient(u)
-                if const_expr(masked and spec.packing == "seq_idx"):
-                    if rIndex[halo + i] < 0:
-                        g = Float32(0.0)
-                rG[i * vec + c] = g
-        for i in cutlass.range_constexpr(BATCH):
-            rOut = cute.make_rmem_tensor(vec, rX.element_type)
-            rDone = cute.make_rmem_tensor(vec, Float32)
-            for c in cutlass.range_constexpr(vec):
-                g = rG[i * vec + c]
-                if const_expr(own and spec.needs_parameters):
-                    for k in cutlass.range_constexpr(width):
-                        at = (width - 1 - k) * vec + c
-                        rSum[at] = rSum[at] + g * rTap[(i * width + k) * vec + c]
-                    if const_expr(spec.bias_dtype is not None):
-                        rSum[width * vec + c] = rSum[width * vec + c] + g
-            if const_expr(spec.needs_x):
-                for c in cutlass.range_constexpr(vec):
-                    g = rG[i * vec + c]
-                    carried = Float32(0.0)
-                    for k in cutlass.range_constexpr(width):
-                        share = g * rW[c * width + width - 1 - k]
-                        if const_expr(masked and k > 0):
-                            if not self.is_valid(starts, rIndex, i, k):
-                                share = Float32(0.0)
-                        if const_expr(k == 0):
-                            done = share
-                        else:
-                            done = rPending[(k - 1) * vec + c] + share
-                            rPending[(k - 1) * vec + c] = carried
-                        carried = done
-                    rDone[c] = carried
-                row = first + i - halo
-                if row >= t and row < t + rows and d < channels:
-                    if const_expr(spec.has_final):
-                        self.add_final(mDFinal, mCu, rDone, rEnd, d, row, malformed)
+        # in the rare masked batch row by row: it needs fewer registers, and nobody waits for it
+        group = 1 if masked else BATCH
+        for start in cutlass.range_constexpr(0, BATCH, group):
+            taps = self.taps(
+                mInitial, mCu, rX, rWindow, starts, rIndex, d, first, start, group, channels, tokens, masked
+            )
+            if const_expr(spec.silu):
+                rU = cute.make_rmem_tensor(group * vec, Float32)
+                rPart = cute.make_rmem_tensor(group * vec, Float32)
+                for i in cutlass.range_constexpr(group):
                     for c in cutlass.range_constexpr(vec):
-                        rOut[c] = rDone[c].to(rX.element_type)
-                    store_vector(rOut, mDx, element_offset(mDx, b, d, row), spec.align_dx)
+                        rU[i * vec + c] = rB[c] + taps[i * width * vec + c] * rW[c * width + width - 1]
+                        rPart[i * vec + c] = rG[(start + i) * vec + c]
+                    for k in cutlass.range_constexpr(1, width):
+                        for c in cutlass.range_constexpr(vec):
+                            tap = taps[(i * width + k) * vec + c]
+                            rU[i * vec + c] = rU[i * vec + c] + tap * rW[c * width + width - 1 - k]
+                multiply_silu_gradient(rPart, rU)
+                for i in cutlass.range_constexpr(group * vec):
+                    rG[start * vec + i] = rPart[i]
+            if const_expr(masked and spec.packing == "seq_idx"):
+                for i in cutlass.range_constexpr(start, start + group):
+                    if rIndex[halo + i] < 0:
+                        for c in cutlass.range_constexpr(vec):
+                            rG[i * vec + c] = Float32(0.0)
+            if const_expr(own and spec.needs_parameters):
+                for i in cutlass.range_constexpr(group):
+                    for k in cutlass.range_constexpr(width):
+                        for c in cutlass.range_constexpr(vec):
+                            at = (width - 1 - k) * vec + c
+                            rSum[at] = rSum[at] + rG[(start + i) * vec + c] * taps[(i * width + k) * vec + c]
+                    if const_expr(spec.bias_dtype is not None):
+                        for c in cutlass.range_constexpr(vec):
+                            rSum[width * vec + c] = rSum[width * vec + c] + rG[(start + i) * vec + c]
+            if const_expr(spec.needs_x):
+                self.write_dx(
+                    mDFinal, mCu, mDx, rG, rW, rPending, rEnd, starts, rIndex, b, d, t, rows, first, start, group,
+                    channels, malformed, masked,
+                )  # fmt: skip
         rNext = cute.make_rmem_tensor(halo * vec, Float32)
         for k in cutlass.range_constexpr(halo):
             for c in cutlass.range_constexpr(vec):
                 back = BATCH - 1 - k
-                rNext[k * vec + c] = rX[back * vec + c].to(Float32) if back >= 0 else rWindow[(-back - 1) * vec + c]
+                rNext[k * vec + c] = rX[back * vec + c] if back >= 0 else rWindow[(-back - 1) * vec + c]
         for i in cutlass.range_constexpr(halo * vec):
             rWindow[i] = rNext[i]
+
+    @cute.jit
+    def taps(
+        self, mInitial, mCu, rX, rWindow, starts: Int32, rIndex, d: Int32, first: Int32, start: cutlass.Constexpr[int],
+        group: cutlass.Constexpr[int], channels: Int32, tokens: Int32, masked: cutlass.Constexpr[bool],
+    ):  # fmt: skip
+        """What row start + i multiplies: the token k rows back at [(i * W + k) * vec + c]."""
+        spec = self.spec
+        vec, width, halo = spec.vec, spec.width, self.halo
+        rTap = cute.make_rmem_tensor(group * width * vec, Float32)
+        for i in cutlass.range_constexpr(group):
+            row = start + i
+            for k in cutlass.range_constexpr(width):
+                for c in cutlass.range_constexpr(vec):
+                    back = row - k
+                    value = rX[back * vec + c] if back >= 0 else rWindow[(-back - 1) * vec + c]
+                    if const_expr(masked and k > 0):
+                        if not self.is_valid(starts, rIndex, row, k):
+                            value = Float32(0.0)
+                    rTap[(i * width + k) * vec + c] = value
+            if const_expr(masked and spec.has_initial and spec.packing == "cu_seqlens"):
+                if not tap_is_valid(starts, row, halo, halo) and first + row < tokens and d < channels:
+                    self.read_history(mInitial, mCu, rTap, d, first + row, i)
+        return rTap
+
+    @cute.jit
+    def write_dx(
+        self, mDFinal, mCu, mDx, rG, rW, rPending, rEnd, starts: Int32, rIndex, b: Int32, d: Int32, t: Int32,
+        rows: Int32, first: Int32, start: cutlass.Constexpr[int], group: cutlass.Constexpr[int], channels: Int32,
+        malformed: Int32, masked: cutlass.Constexpr[bool],
+    ):  # fmt: skip
+        """Each row of g completes dx of the row halo before it, and leaves its share with the rows between."""
+        spec = self.spec
+        vec, width, halo = spec.vec, spec.width, self.halo
+        offset = element_offset(mDx, b, d, first - halo)
+        rOut = cute.make_rmem_tensor(group * vec, Float32)
+        for i in cutlass.range_constexpr(start, start + group):
+            rDone = cute.make_rmem_tensor(vec, Float32)
+            for k in cutlass.range_constexpr(width - 1, -1, -1):
+                for c in cutlass.range_constexpr(vec):
+                    g = rG[i * vec + c]
+                    if const_expr(masked and k > 0):
+                        if not self.is_valid(starts, rIndex, i, k):
+                            g = Float32(0.0)
+                    share = g * rW[c * width + width - 1 - k]
+                    if const_expr(k > 0):
+                        share = rPending[(k - 1) * vec + c] + share
+                    if const_expr(k == halo):
+                        rDone[c] = share
+                    else:
+                        rPending[k * vec + c] = share
+            for c in cutlass.range_constexpr(vec):
+                rOut[(i - start) * vec + c] = rDone[c]
+        if const_expr(spec.has_final):
+            for i in cutlass.range_constexpr(start, start + group):
+                row = first + i - halo
+                if row >= t and row < t + rows and d < channels:
+                    self.add_final(mDFinal, mCu, rOut, rEnd, d, row, malformed, (i - start) * vec)
+        inside = first - halo >= t and first + BATCH - halo <= t + rows and d < channels
+        for i in cutlass.range_constexpr(start, start + group):
+            rRow = cute.make_rmem_tensor(vec, mDx.element_type)
+            for c in cutlass.range_constexpr(vec):
+                rRow[c] = rOut[(i - start) * vec + c].to(mDx.element_type)
+            row = first + i - halo
+            if inside or (row >= t and row < t + rows and d < channels):
+                store_vector(rRow, mDx, offset + Int64(i) * mDx.stride[2], spec.align_dx)
 
     def is_valid(self, starts: Int32, rIndex, i: int, k: int) -> Boolean:
         """Whether the token k rows before row i is in its sequence."""
@@ -431,7 +500,7 @@ class ConvBackward:
                     rTap[(i * spec.width + k) * spec.vec + c] = mInitial[n, d + c, column].to(Float32)
 
     @cute.jit
-    def add_final(self, mDFinal, mCu, rDone, rEnd, d: Int32, row: Int32, malformed: Int32):
+    def add_final(self, mDFinal, mCu, rOut, rEnd, d: Int32, row: Int32, malformed: Int32, at: cutlass.Constexpr[int]):
         """A final-state column that holds a token gives its gradient to the token."""
         spec = self.spec
         if const_expr(spec.packing == "cu_seqlens"):
@@ -442,7 +511,7 @@ class ConvBackward:
         column = row - rEnd[1] + mDFinal.shape[2]
         if column >= 0:
             for c in cutlass.range_constexpr(spec.vec):
-                rDone[c] = rDone[c] + mDFinal[rEnd[0], d + c, column].to(Float32)
+                rOut[at + c] = rOut[at + c] + mDFinal[rEnd[0], d + c, column].to(Float32)
 
     @cute.jit
     def write_partial(
@@ -453,17 +522,17 @@ class ConvBackward:
         vec = spec.vec
         cute.arch.sync_threads()
         pointer = cute.make_ptr(Float32, sRing.iterator.toint(), cute.AddressSpace.smem, assumed_align=16)
-        layout = cute.make_layout((self.row, self.sums, WARPS), stride=(1, self.row, self.row * self.sums))
+        layout = cute.make_layout((self.row, self.sums, spec.warps), stride=(1, self.row, self.row * self.sums))
         sSum = cute.make_tensor(pointer, layout)
         for j in cutlass.range_constexpr(self.sums):
             for c in cutlass.range_constexpr(vec):
                 sSum[lane * vec + c, j, warp] = rSum[j * vec + c]
         cute.arch.sync_threads()
-        for index in range(warp * 32 + lane, self.row * self.sums, 32 * WARPS):
+        for index in range(warp * 32 + lane, self.row * self.sums, 32 * spec.warps):
             j = index // self.row
             channel = index - j * self.row
             total = Float32(0.0)
-            for w in cutlass.range_constexpr(WARPS):
+            for w in cutlass.range_constexpr(spec.warps):
                 total += sSum[channel, j, w]
             d = channel_block * self.row + channel
             if d < channels:
@@ -499,8 +568,8 @@ def specify(call, dy, dx, needs_parameters: bool, arch: str) -> BackwardSpec:
     x, weight = call.x, call.weight
     d = x.shape[1]
     size = x.element_size()
-    widest = 8 // size if d % (8 // size) == 0 else 2
-    vec = 1 if d & 1 else widest
+    widest = 8 // size if weight.shape[1] <= 6 else 2  # registers hold no more
+    vec = 1 if d & 1 else widest if d % widest == 0 else 2
     weight_rows = weight.stride() == (weight.shape[1], 1)
     row = 32 * vec * size
     return BackwardSpec(
@@ -516,7 +585,9 @@ def specify(call, dy, dx, needs_parameters: bool, arch: str) -> BackwardSpec:
         dx is not None,
         needs_parameters,
         vec,
-        4,
+        WARPS,
+        PER_SM if weight.shape[1] <= 4 and (call.bias is None or packing_of(call) == "dense") else 2,
+        STAGES,
         weight_rows,
         copy_width(x, row),
         copy_width(dy, row),

@@ -14,7 +14,7 @@ import torch
 from cutlass import Float32, Int32, const_expr
 
 from accel.kernels import jit
-from accel.kernels.device import has_dependent_launch, silu_gradient
+from accel.kernels.device import has_dependent_launch, multiply_silu_gradient
 from accel.kernels.last_tokens import flatten_tokens
 from accel.kernels.tokens import packing_of
 
@@ -118,19 +118,21 @@ class StateGradient:
                 rG[i] = mDy[b, d, start + i].to(Float32)
                 if const_expr(spec.packing == "seq_idx"):
                     rIndex[i] = mSeqIdx[b, i]
-        for i in cutlass.range_constexpr(halo):
-            if const_expr(spec.silu):
+        if const_expr(spec.silu):
+            rU = cute.make_rmem_tensor(halo, Float32)
+            for i in cutlass.range_constexpr(halo):
                 u = Float32(0.0)
                 if const_expr(mBias is not None):
                     u = mBias[d].to(Float32)
                 for k in cutlass.range_constexpr(width):
                     # a token before the first has the index of the first
-                    same = rIndex[max(i - k, 0)] == rIndex[i]
                     value = rValue[halo + i - k]
-                    if not same:
+                    if rIndex[max(i - k, 0)] != rIndex[i]:
                         value = Float32(0.0)
                     u += value * mWeight[d, width - 1 - k].to(Float32)
-                rG[i] = rG[i] * silu_gradient(u)
+                rU[i] = u
+            multiply_silu_gradient(rG, rU)
+        for i in cutlass.range_constexpr(halo):
             if rIndex[i] != rIndex[0] or rIndex[i] < 0:
                 rG[i] = Float32(0.0)
         for column in range(state_len):

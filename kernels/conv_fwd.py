@@ -17,10 +17,11 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from accel.kernels import jit
 from accel.kernels.contract import is_channel_last
 from accel.kernels.device import (
+    apply_silu,
     has_dependent_launch,
     load_vector,
-    silu,
     store_vector,
+    to_float,
 )
 from accel.kernels.last_tokens import copy_last_tokens, flatten_tokens
 from accel.kernels.packing import mark_starts
@@ -62,6 +63,7 @@ class ConvSpec(NamedTuple):
     vec: int
     rows: int
     warps: int
+    per_sm: int  # blocks that should fit an SM, which bounds the registers; 0 leaves them to the assembler
     weight_rows: bool  # weight is [D, W] with strides (W, 1)
     align_x: int
     align_y: int
@@ -116,7 +118,12 @@ class ConvForward:
             blocks = self.first_blocks(channels, tokens) + extra * cute.ceil_div(channels, self.threads)
             grid = [blocks, grid_y, grid_z]
         self.kernel(mX, mWeight, mBias, mResidual, mInitial, mCu, mWords, mSeqIdx, mY, mFinal).launch(
-            grid=grid, block=[self.threads, 1, 1], stream=stream, use_pdl=has_dependent_launch(spec.arch)
+            grid=grid,
+            block=[self.threads, 1, 1],
+            stream=stream,
+            use_pdl=has_dependent_launch(spec.arch),
+            min_blocks_per_mp=spec.per_sm,
+            preferred_smem_carveout=0,
         )
 
     def first_blocks(self, channels: Int32, tokens: Int32) -> Int32:
@@ -220,10 +227,7 @@ class ConvForward:
                 fill_halo(spec, mInitial, rHalo, b, d, t)
         rY = cute.make_rmem_tensor(spec.rows * spec.vec, mY.element_type)
         if const_expr(spec.packing == "dense"):
-            for i in cutlass.range_constexpr(spec.rows):
-                for c in cutlass.range_constexpr(spec.vec):
-                    window = [self.value(rHalo, rX, i - k, c) for k in range(spec.width)]
-                    self.finish(window, rW, mBias, rR, rY, d, i, c)
+            self.rows_inside(rHalo, rX, rW, mBias, rR, rY, d)
         else:
             boundary = starts != 0
             if const_expr(spec.packing == "seq_idx"):
@@ -235,38 +239,47 @@ class ConvForward:
                         if malformed == 0 and not tap_is_valid(starts, i, self.halo, self.halo):
                             if t + i < mX.shape[2]:
                                 self.read_history(mInitial, mCu, rV, d, t + i)
-                    for c in cutlass.range_constexpr(spec.vec):
-                        window = [rV[k * spec.vec + c] for k in range(spec.width)]
-                        self.finish(window, rW, mBias, rR, rY, d, i, c)
+                    windows = [[rV[k * spec.vec + c] for k in range(spec.width)] for c in range(spec.vec)]
+                    self.finish(windows, [(i, c) for c in range(spec.vec)], rW, mBias, rR, rY, d)
                     self.blank(rY, rIndex, malformed, i)
             else:
-                for i in cutlass.range_constexpr(spec.rows):
-                    for c in cutlass.range_constexpr(spec.vec):
-                        window = [self.value(rHalo, rX, i - k, c) for k in range(spec.width)]
-                        self.finish(window, rW, mBias, rR, rY, d, i, c)
+                self.rows_inside(rHalo, rX, rW, mBias, rR, rY, d)
         store_tokens(spec, rY, mY, b, d, t)
+
+    def rows_inside(self, rHalo, rX, rW, mBias, rR, rY, d: Int32) -> None:
+        """All rows of the thread, none of which has a tap in another sequence."""
+        spec = self.spec
+        elements = [(i, c) for i in range(spec.rows) for c in range(spec.vec)]
+        for first in range(0, len(elements), 4):  # four chains at a time keep the pipeline full
+            group = elements[first : first + 4]
+            windows = [[self.value(rHalo, rX, i - k, c) for k in range(spec.width)] for i, c in group]
+            self.finish(windows, group, rW, mBias, rR, rY, d)
 
     def value(self, rHalo: cute.Tensor, rX: cute.Tensor, row: int, c: int) -> Float32:
         """Token `row` of the thread in fp32; negative rows are the halo."""
         vec = self.spec.vec
-        if row >= 0:
-            return rX[row * vec + c].to(Float32)
-        return rHalo[(-row - 1) * vec + c].to(Float32)
+        return to_float(rX, row * vec + c) if row >= 0 else to_float(rHalo, (-row - 1) * vec + c)
 
-    def finish(self, window, rW, mBias, rR, rY, d: Int32, i: int, c: int) -> None:
-        """Sum the taps, activate, add the residual, round once; window[k] is the token k rows back."""
+    def finish(self, windows: list, elements: list, rW, mBias, rR, rY, d: Int32) -> None:
+        """Sum the taps, activate, add the residual, round once; windows[e][k] is the token k rows back of element e."""
         spec = self.spec
         width = spec.width
-        z = window[0] * rW[c * width + width - 1].to(Float32)
+        rZ = cute.make_rmem_tensor(len(elements), Float32)
+        for e, (_, c) in enumerate(elements):
+            rZ[e] = windows[e][0] * to_float(rW, c * width + width - 1)
         for k in range(1, width):
-            z += window[k] * rW[c * width + width - 1 - k].to(Float32)
+            for e, (_, c) in enumerate(elements):
+                rZ[e] = rZ[e] + windows[e][k] * to_float(rW, c * width + width - 1 - k)
         if const_expr(mBias is not None):
-            z += mBias[d + c].to(Float32)
+            for e, (_, c) in enumerate(elements):
+                rZ[e] = rZ[e] + mBias[d + c].to(Float32)
         if const_expr(spec.silu):
-            z = silu(z, spec.dtype is torch.float32)
-        if const_expr(rR is not None):
-            z += rR[i * spec.vec + c].to(Float32)
-        rY[i * spec.vec + c] = z.to(rY.element_type)
+            apply_silu(rZ, spec.dtype is torch.float32)
+        for e, (i, c) in enumerate(elements):
+            z = rZ[e]
+            if const_expr(rR is not None):
+                z = z + to_float(rR, i * spec.vec + c)
+            rY[i * spec.vec + c] = z.to(rY.element_type)
 
     @cute.jit
     def masked_window(self, rHalo, rX, starts: Int32, rIndex, i: int):
@@ -456,6 +469,7 @@ def specify(call, y, final_states, arch: str) -> ConvSpec:
         vec,
         rows,
         warps,
+        0,
         weight_rows,
         vector_alignment(x, channel_last, vector) if unit_stride else 0,
         vector_alignment(y, channel_last, vector),

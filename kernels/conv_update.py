@@ -15,12 +15,10 @@ import torch
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from accel.kernels import jit
-from accel.kernels.device import has_dependent_launch, load_vector, report, silu, store_vector
+from accel.kernels.device import apply_silu, has_dependent_launch, load_vector, report, store_vector
 
 SLOT_OUT_OF_RANGE, SLOT_USED_TWICE = 1, 2  # as accel.errors reads them
-THREADS = 256
-SMALL_THREADS = 64  # where N * D is under 4 K: more CTAs, so more of the GPU
-SMALL = 4096
+THREADS = 128
 MAX_GRID_Y = 32768
 MAX_REGISTER_COLUMNS = 8  # longer states shift in memory, one channel a thread
 BITMAP_SLOTS = 1 << 15  # slots that one pass of the duplicate check covers, in 4 KiB of shared memory
@@ -147,7 +145,7 @@ class ConvUpdate:
             loaded.append((row, rX, rR, history, store_state))
         for r in cutlass.range_constexpr(spec.rows):
             row, rX, rR, history, store_state = loaded[r]
-            rY = cute.make_rmem_tensor(vec, mY.element_type)
+            rZ = cute.make_rmem_tensor(vec, Float32)
             for c in cutlass.range_constexpr(vec):
                 z = rX[c].to(Float32) * rW[c * width + width - 1].to(Float32)
                 if const_expr(spec.length != 0):
@@ -155,10 +153,12 @@ class ConvUpdate:
                         z += history(c, tap - (width - 1)).to(Float32) * rW[c * width + tap].to(Float32)
                 if const_expr(mBias is not None):
                     z += mBias[d + c].to(Float32)
-                if const_expr(spec.silu):
-                    z = silu(z, spec.dtype is torch.float32)
-                if const_expr(mResidual is not None):
-                    z += rR[c].to(Float32)
+                rZ[c] = z
+            if const_expr(spec.silu):
+                apply_silu(rZ, spec.dtype is torch.float32)
+            rY = cute.make_rmem_tensor(vec, mY.element_type)
+            for c in cutlass.range_constexpr(vec):
+                z = rZ[c] + rR[c].to(Float32) if const_expr(mResidual is not None) else rZ[c]
                 rY[c] = z.to(mY.element_type)
             if first + r <= last:
                 store_vector(rY, mY, Int64(row) * mY.stride[0] + d, vec * mY.element_type.width // 8)
@@ -339,7 +339,7 @@ def specify(x, form, state, weight, bias, residual, indices, activation: bool, a
         align_state,
         jit.alignment(jit.widest(vec * width * weight_size), weight_size, weight.data_ptr()) if weight_rows else 0,
         0 if residual is None else jit.alignment(row_bytes, size, residual.data_ptr(), residual.stride(rows) * size),
-        SMALL_THREADS if n * d < SMALL else THREADS,
+        THREADS,
         arch,
     )
 

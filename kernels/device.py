@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass._mlir.dialects import llvm
 
 LOG2_E = 1.44269502162933349609375  # the fp32 nearest to log2(e)
 LOG2_E_LOW = 1.9259629911266175e-8  # log2(e) - LOG2_E
@@ -34,15 +35,33 @@ def store_vector(rX: cute.Tensor, mX: cute.Tensor, offset: Int64, align: int) ->
     cute.autovec_copy(rX, global_vector(mX, offset, cute.size(rX), align))
 
 
-def silu(z: Float32, precise: bool) -> Float32:
-    """z * sigmoid(z), right for any finite z; `precise` where the result is not rounded to 16 bits.
+def to_float(rX: cute.Tensor, index: int) -> Float32:
+    """One register element in fp32. Half of a bf16 pair is a shift or a mask away; the compiler takes two to three."""
+    if rX.element_type is not BFloat16 or cute.size(rX) % 2:
+        return rX[index].to(Float32)
+    pair = cute.recast_tensor(rX, Int32)[index // 2]
+    bits = pair & Int32(-65536) if index % 2 else pair << 16
+    return Float32(llvm.bitcast(Float32.mlir_type, bits.ir_value()))
 
-    1 + exp(-z) overflows below z = -88 where the result is still normal, so both factors carry 2^-24.
+
+def apply_silu(rZ: cute.Tensor, precise: bool) -> None:
+    """z <- z * sigmoid(z), right for any finite z; `precise` where the result is not rounded to 16 bits.
+
+    1 + exp(-z) overflows below z = -88 where the result is still normal, so both factors carry 2^-24. One element is a
+    chain of slow instructions, and the assembler keeps the order it is given: here the chains are interleaved.
     """
+    count = cute.size(rZ)
     if precise:
-        return silu_precise(z)
-    e = cute.math.exp2(z * -LOG2_E - 24.0, fastmath=True)
-    return z * 2.0**-24 * cute.arch.rcp_approx(e + 2.0**-24)
+        for i in range(count):
+            rZ[i] = silu_precise(rZ[i])
+        return
+    rE = cute.make_rmem_tensor(count, Float32)
+    for i in range(count):
+        rE[i] = cute.math.exp2(rZ[i] * -LOG2_E - 24.0, fastmath=True)
+    for i in range(count):
+        rE[i] = cute.arch.rcp_approx(rE[i] + 2.0**-24)
+    for i in range(count):
+        rZ[i] = rZ[i] * 2.0**-24 * rE[i]
 
 
 @cute.jit
@@ -81,10 +100,20 @@ def has_dependent_launch(arch: str) -> bool:
     return not arch.startswith("sm_8")
 
 
-def silu_gradient(z: Float32) -> Float32:
-    """d silu(z) / dz = s + z * s * (1 - s) with s = sigmoid(z)."""
-    s = cute.arch.rcp_approx(cute.math.exp2(z * -LOG2_E, fastmath=True) + 1.0)
-    return s * (z * (1.0 - s) + 1.0)
+def multiply_silu_gradient(rG: cute.Tensor, rU: cute.Tensor) -> None:
+    """g <- g * (s + u * s * (1 - s)) with s = sigmoid(u); interleaved as in `apply_silu`."""
+    count = cute.size(rU)
+    rS = cute.make_rmem_tensor(count, Float32)
+    for i in range(count):
+        rS[i] = cute.math.exp2(rU[i] * -LOG2_E, fastmath=True)
+    for i in range(count):
+        rS[i] = cute.arch.rcp_approx(rS[i] + 1.0)
+    for i in range(count):
+        rG[i] = rG[i] * rS[i]
+    for i in range(count):
+        rS[i] = rU[i] * (1.0 - rS[i]) + 1.0
+    for i in range(count):
+        rG[i] = rG[i] * rS[i]
 
 
 def copy_async(sOut: cute.Pointer, mIn: cute.Pointer, width: int, exists: Int32) -> None:

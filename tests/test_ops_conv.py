@@ -70,6 +70,7 @@ def families():
 
 
 FAMILIES = families()
+PARTS = 12  # of the drawn layouts, so that several processes share the compiling
 
 
 def label(family):
@@ -268,10 +269,11 @@ def test_every_family_aligned_and_odd(device, family):
 
 
 @pytest.mark.gpu
-def test_random_layouts():
-    """ACCEL_LAYOUTS (default 60) more drawn layouts, longer and wider than the grid's, over the same families."""
-    draw = random.Random(int(os.environ.get("ACCEL_SEED", "0")))
-    for number in range(int(os.environ.get("ACCEL_LAYOUTS", "60"))):
+@pytest.mark.parametrize("part", range(PARTS))
+def test_random_layouts(part):
+    """ACCEL_LAYOUTS (default 60) more drawn layouts, longer and wider than the grid's; a part has its own families."""
+    draw = random.Random(int(os.environ.get("ACCEL_SEED", "0")) + part)
+    for number in range(part, int(os.environ.get("ACCEL_LAYOUTS", "60")), PARTS):
         shape = Shape(
             batch=draw.choice((1, 1, 2, 5)),
             dim=draw.choice((1, 4, 24, 63, 64, 128, 200, 257)),
@@ -284,7 +286,7 @@ def test_random_layouts():
             compact_states=draw.random() < 0.5,
             seed=number,
         )
-        Case(draw.choice(FAMILIES), shape).check("cuda")
+        Case(draw.choice(FAMILIES[part::PARTS]), shape).check("cuda")
 
 
 @pytest.mark.parametrize("length", range(6))

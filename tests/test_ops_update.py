@@ -68,6 +68,7 @@ def families():
 
 
 FAMILIES = families()
+PARTS = 12  # of the drawn layouts, so that several processes share the compiling
 
 
 def label(family):
@@ -667,10 +668,11 @@ def test_no_compilation_but_for_the_alignment():
 
 
 @pytest.mark.gpu
-def test_random_layouts():
-    """ACCEL_LAYOUTS (default 60) more drawn layouts than the grid, over the same families."""
-    draw = random.Random(int(os.environ.get("ACCEL_SEED", "0")))
-    for number in range(int(os.environ.get("ACCEL_LAYOUTS", "60"))):
+@pytest.mark.parametrize("part", range(PARTS))
+def test_random_layouts(part):
+    """ACCEL_LAYOUTS (default 60) more drawn layouts than the grid; a part has its own families."""
+    draw = random.Random(int(os.environ.get("ACCEL_SEED", "0")) + part)
+    for number in range(part, int(os.environ.get("ACCEL_LAYOUTS", "60")), PARTS):
         shape = Shape(
             n=draw.choice((1, 2, 7, 33, 70)),
             dim=draw.choice((1, 5, 8, 64, 129, 256, 1000, 2048)),
@@ -684,5 +686,5 @@ def test_random_layouts():
             padding_rows=draw.randrange(4),
             seed=number,
         )
-        case = Case(draw.choice(FAMILIES), shape, "cuda")
+        case = Case(draw.choice(FAMILIES[part::PARTS]), shape, "cuda")
         case.check(case.run())
