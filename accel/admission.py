@@ -22,6 +22,11 @@ _INT_DTYPES = (torch.int32, torch.int64)
 _functorch_level = torch._C._functorch.maybe_current_level
 
 
+def in_transform() -> bool:
+    """Whether this thread is inside a torch.func transform."""
+    return _functorch_level() is not None
+
+
 def admit_update(call: UpdateCall, facts: DeviceFacts) -> Decline | None:
     """None where the call is native, else the first failed check."""
     return next(update_checks(call, facts), None)
@@ -105,7 +110,7 @@ def _shape_error(x: Tensor, form: str) -> type[Exception]:
 def _device_checks(names: tuple[str, ...], tensors: tuple[Tensor | None, ...], facts: DeviceFacts) -> Iterator[Decline]:
     if facts.disabled:
         yield Decline(Reason.DISABLED, "ACCEL_DISABLE", "unset", "1", NotImplementedError)
-    if _functorch_level() is not None:
+    if in_transform():
         yield Decline(Reason.FUNCTORCH, "x", "no torch.func transform", "a transform", NotImplementedError)
     device = facts.device
     for name, tensor in zip(names, tensors, strict=True):

@@ -18,15 +18,19 @@ from accel.routes import Route, profiler_range, profiling, record
 
 
 class Operation(NamedTuple):
-    """What serves one kind of call: the first failed check, all failed checks, and the operation itself."""
+    """What serves one kind of call.
 
-    admit: Callable
+    prepare(call, facts) admits: a Decline, or what run(call, facts, plan) needs besides; checks(call, facts) are all
+    failed checks.
+    """
+
+    prepare: Callable
     checks: Callable
     run: Callable
 
 
 OPERATIONS: dict[type, Operation] = {
-    UpdateCall: Operation(admission.admit_update, admission.update_checks, update.run),
+    UpdateCall: Operation(update.prepare, admission.update_checks, update.run),
     ConvCall: Operation(admission.admit_conv, admission.conv_checks, conv.run),
     BackwardCall: Operation(admission.admit_backward, admission.backward_checks, conv.backward),
     StatesCall: Operation(admission.admit_states, admission.states_checks, conv.run_states),
@@ -78,39 +82,39 @@ def run(binding: Binding, args: tuple, kwargs: dict) -> Any:
     """Serve one call of a swapped callable."""
     if not binding.live:
         return binding.original(*args, **kwargs)
-    call, decline = _read(binding, args, kwargs)
-    if decline is None:
-        facts = environment.facts(call.x.device)
-        decline = binding.operation.admit(call, facts)
-    if decline is not None:
-        route = Route(binding.target, binding.callable, "fallback", None, decline.reason.value, str(decline))
-        return _recorded(route, lambda: binding.original(*args, **kwargs))
+    call = _read(binding, args, kwargs)
+    if type(call) is Decline:
+        return _fall_back(binding, call, args, kwargs)
+    facts = environment.facts(call.x.device)
+    operation = binding.operation
+    plan = operation.prepare(call, facts)
+    if type(plan) is Decline:
+        return _fall_back(binding, plan, args, kwargs)
     record(binding.native[facts.backend])
     try:
         if profiling():
             with profiler_range(binding.target, "native"):
-                return binding.adapter.give(binding.operation.run(call, facts), call)
-        return binding.adapter.give(binding.operation.run(call, facts), call)
+                return binding.adapter.give(operation.run(call, facts, plan), call)
+        return binding.adapter.give(operation.run(call, facts, plan), call)
     except Exception as error:
         record(Route(binding.target, binding.callable, "error", None, type(error).__name__, str(error)))
         raise
 
 
-def _read(binding: Binding, args: tuple, kwargs: dict) -> tuple[Any, Decline | None]:
+def _read(binding: Binding, args: tuple, kwargs: dict) -> Any:
     try:
-        call = binding.adapter.read(*args, **kwargs)
+        return binding.adapter.read(*args, **kwargs)
     except (TypeError, AttributeError, RuntimeError) as error:
         # arguments that do not bind, a non-tensor, a view that would copy: the original answers in its own words
-        return None, Decline(Reason.UNSUPPORTED_ARGUMENT, "arguments", "the upstream's signature", str(error))
-    return (None, call) if isinstance(call, Decline) else (call, None)
+        return Decline(Reason.UNSUPPORTED_ARGUMENT, "arguments", "the upstream's signature", str(error))
 
 
-def _recorded(route: Route, original: Callable[[], Any]) -> Any:
-    record(route)
+def _fall_back(binding: Binding, decline: Decline, args: tuple, kwargs: dict) -> Any:
+    record(Route(binding.target, binding.callable, "fallback", None, decline.reason.value, str(decline)))
     if profiling():
-        with profiler_range(route.target, route.path):
-            return original()
-    return original()
+        with profiler_range(binding.target, "fallback"):
+            return binding.original(*args, **kwargs)
+    return binding.original(*args, **kwargs)
 
 
 class Explanation(NamedTuple):
@@ -131,9 +135,9 @@ def explain(function: Callable, *args: Any, **kwargs: Any) -> Explanation:
     binding = getattr(function, "__accel__", None)
     if not isinstance(binding, Binding):
         raise ValueError(f"function: expected a callable that accel has swapped, got {function!r}")
-    call, decline = _read(binding, args, kwargs)
-    if decline is not None:
-        failed = (decline,)
+    call = _read(binding, args, kwargs)
+    if type(call) is Decline:
+        failed = (call,)
     else:
         facts = environment.facts(call.x.device)
         failed = tuple(binding.operation.checks(call, facts))

@@ -10,7 +10,7 @@ import importlib.metadata
 import importlib.util
 import os
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -38,7 +38,7 @@ class DeviceFacts:
 
     `backend` is "cute", "cpu" or None; `detail` says why it is None; `arch` is the compiler's name of the GPU;
     `sm_count` is its number of multiprocessors; `disabled` and `trap` are ACCEL_DISABLE and ACCEL_TRAP; `status` is the
-    word in which its kernels report bad device data.
+    word in which its kernels report bad device data; `plans` holds what ops have prepared for it.
     """
 
     device: torch.device
@@ -49,6 +49,7 @@ class DeviceFacts:
     disabled: bool
     trap: bool
     status: StatusWord
+    plans: dict = field(default_factory=dict, compare=False, repr=False)
 
 
 _facts: dict[torch.device, DeviceFacts] = {}

@@ -1,7 +1,7 @@
 """Backward of the full-sequence convolution, host side: which kernels run, on how many blocks.
 
-`cu_seqlens` becomes bits (packing), the initial states get their gradient (conv_bwd_state) where it is asked for, dx and
-the partial weight gradients come from one launch (conv_bwd_last or conv_bwd_first), and conv_reduce sums the partials.
+`cu_seqlens` becomes bits (packing), the initial states get their gradient (conv_bwd_state) where it is asked for, dx
+and the partial weight gradients come from one launch (conv_bwd_last or conv_bwd_first), conv_reduce sums the partials.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ import torch
 
 from accel.kernels import conv_bwd_first, conv_bwd_last, conv_bwd_state, conv_reduce, jit
 from accel.kernels.contract import is_channel_last
-from accel.kernels.conv_bwd_last import BATCH
+from accel.kernels.conv_bwd_ring import BATCH
 from accel.kernels.packing import mark_starts
 
 
 def plan(channel_blocks: int, batch: int, tokens: int, places: int, warps: int) -> tuple[int, int]:
     """(run, blocks): tokens that a warp walks at once, and blocks that share the runs of a channel block.
 
-    `places` is how many blocks the GPU holds at once. Whole waves of blocks waste least, few waves have the fewest look-ahead rows.
+    `places` is how many blocks the GPU holds at once. Whole waves of them waste least, and few waves have the fewest
+    look-ahead rows.
     """
     best, slots = 0.0, 1
     for waves in range(1, 5):

@@ -16,8 +16,9 @@ import torch
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from accel.kernels import jit
+from accel.kernels.conv_bwd_ring import BATCH, Ring, copy_width
+from accel.kernels.conv_reduce import write_partial
 from accel.kernels.device import (
-    copy_async,
     has_dependent_launch,
     load_shared,
     multiply_silu_gradient,
@@ -39,8 +40,7 @@ from accel.kernels.tokens import (
     weight_alignment,
 )
 
-WARPS, PER_SM, STAGES = 4, 3, 4
-BATCH = 4  # rows that a ring stage holds of x and of dy
+WARPS, PER_SM, STAGES = 4, 2, 4  # a third block an SM takes registers that the masked batch needs
 
 
 class BackwardSpec(NamedTuple):
@@ -69,7 +69,43 @@ class BackwardSpec(NamedTuple):
     arch: str
 
 
-class ConvBackward:
+class Tensors(NamedTuple):
+    """The tensors of a call, in global memory."""
+
+    mX: cute.Tensor
+    mDy: cute.Tensor
+    mInitial: cute.Tensor | None
+    mDFinal: cute.Tensor | None
+    mCu: cute.Tensor | None
+    mWords: cute.Tensor | None
+    mSeqIdx: cute.Tensor | None
+    mDx: cute.Tensor | None
+
+
+class Registers(NamedTuple):
+    """What a thread keeps, in fp32, [.., vec]."""
+
+    rW: cute.Tensor  # taps of its channels
+    rB: cute.Tensor  # bias
+    rSum: cute.Tensor  # weight and bias gradient, over all its runs
+    rWindow: cute.Tensor  # token -1 - k of the batch at [k * vec + c]
+    rPending: cute.Tensor  # dx of the same tokens, so far
+    rEnd: cute.Tensor  # the sequence that holds the next dx, and its end
+
+
+class Run(NamedTuple):
+    """Tokens [t, t + rows) of batch row b, channels from d on, and who walks them."""
+
+    b: Int32
+    d: Int32
+    t: Int32
+    rows: Int32
+    warp: Int32
+    lane: Int32
+    malformed: Int32
+
+
+class ConvBackward(Ring):
     """g = dy * act'(u); dx[t] = sum_k w[W-1-k] g[t+k]; dw[j] = sum g[t] x[t-(W-1)+j]; db = sum g."""
 
     def __init__(self, spec: BackwardSpec):
@@ -142,30 +178,34 @@ class ConvBackward:
         )
         sRing = smem.allocate_tensor(mX.element_type, ring, byte_alignment=128)
         d = channel_block * self.row + lane * spec.vec
-        sums = self.sums * spec.vec
-        rSum = cute.make_rmem_tensor(sums, Float32)
-        rW = cute.make_rmem_tensor(spec.vec * spec.width, Float32)
-        rB = cute.make_rmem_tensor(spec.vec, Float32)
+        io = Tensors(mX, mDy, mInitial, mDFinal, mCu, mWords, mSeqIdx, mDx)
+        sizes = (spec.vec * spec.width, spec.vec, spec.vec * self.sums, spec.vec * self.halo, spec.vec * self.halo)
+        registers = Registers(*(cute.make_rmem_tensor(n, Float32) for n in sizes), cute.make_rmem_tensor(2, Int32))
+        lanes = (self.lane_pieces(mX, d, lane, spec.piece_x), self.lane_pieces(mDy, d, lane, spec.piece_dy))
+        runs = cute.ceil_div(mX.shape[2], run)
+        items, step = mX.shape[0] * runs, blocks * spec.warps
+        first = block * spec.warps + warp
+        # the copies of the first run are on their way before anything else is waited for
+        if first < items:
+            self.begin(mX, mDy, sRing, lanes, first // runs, d, first % runs * run, warp, lane)
         malformed = Int32(0)
         if const_expr(spec.packing == "cu_seqlens"):
             malformed = mWords[0]
-        self.load_parameters(mWeight, mBias, rW, rB, rSum, d, mX.shape[1], malformed)
-        batch, _, tokens = mX.shape
-        runs = cute.ceil_div(tokens, run)
-        for item in range(block * spec.warps + warp, batch * runs, blocks * spec.warps):
-            b = item // runs
-            t = (item - b * runs) * run
-            self.walk(
-                mX, mDy, mInitial, mDFinal, mCu, mWords, mSeqIdx, mDx, sRing, rW, rB, rSum, b, d, t, run, warp, lane,
-                malformed,
-            )  # fmt: skip
+        self.load_parameters(mWeight, mBias, registers, d, mX.shape[1], malformed)
+        for item in range(first, items, step):
+            t = item % runs * run
+            at = Run(item // runs, d, t, cutlass.min(run, mX.shape[2] - t), warp, lane, malformed)
+            self.walk(io, registers, sRing, lanes, at)
+            if item + step < items:
+                self.begin(mX, mDy, sRing, lanes, (item + step) // runs, d, (item + step) % runs * run, warp, lane)
         if const_expr(spec.needs_parameters):
-            self.write_partial(sRing, rSum, mPartial, channel_block, block, warp, lane, mX.shape[1])
+            write_partial(sRing, registers.rSum, mPartial, self.sums, spec.vec, spec.warps, warp, lane)
 
     @cute.jit
-    def load_parameters(self, mWeight, mBias, rW, rB, rSum, d: Int32, channels: Int32, malformed: Int32):
+    def load_parameters(self, mWeight, mBias, registers, d: Int32, channels: Int32, malformed: Int32):
         """Weights and bias in fp32, sums at 0; NaN everywhere where the metadata is malformed."""
         spec = self.spec
+        rW, rB, rSum = registers[:3]
         nan = Float32(float("nan"))
         for i in cutlass.range_constexpr(spec.vec * spec.width):
             rW[i] = Float32(0.0)
@@ -187,145 +227,39 @@ class ConvBackward:
                 rSum[i] = nan
 
     @cute.jit
-    def walk(
-        self, mX, mDy, mInitial, mDFinal, mCu, mWords, mSeqIdx, mDx, sRing, rW, rB, rSum, b: Int32, d: Int32, t: Int32,
-        run: Int32, warp: Int32, lane: Int32, malformed: Int32,
-    ):  # fmt: skip
-        """One run of tokens [t, t + run): dx of each, and its share of the sums."""
+    def walk(self, io, registers, sRing, lanes, at):
+        """One run of tokens: dx of each, and its share of the sums."""
         spec = self.spec
-        vec, halo = spec.vec, self.halo
-        channels, tokens = mX.shape[1], mX.shape[2]
-        rows = cutlass.min(run, tokens - t)
-        own = cute.ceil_div(rows, BATCH)
-        ahead = (halo + BATCH - 1) // BATCH
-        lanes = (
-            self.lane_pieces(mX, b, d, t, lane, spec.piece_x),
-            self.lane_pieces(mDy, b, d, t, lane, spec.piece_dy),
-        )
-        for stage in cutlass.range_constexpr(spec.stages - 1):
-            self.fetch(mX, mDy, sRing, lanes, b, d, t + stage * BATCH, Int32(stage), warp, lane)
-        rWindow = cute.make_rmem_tensor(halo * vec, Float32)  # token -1 - k of the batch at [k * vec + c]
-        rPending = cute.make_rmem_tensor(halo * vec, Float32)  # dx of the same tokens, so far
-        for i in cutlass.range_constexpr(halo * vec):
+        _, _, _, rWindow, rPending, rEnd = registers
+        for i in cutlass.range_constexpr(self.halo * spec.vec):
             rWindow[i] = Float32(0.0)
             rPending[i] = Float32(0.0)
-        if d < channels:
-            self.load_window(mX, mInitial, rWindow, b, d, t)
-        rEnd = cute.make_rmem_tensor(2, Int32)  # the sequence that holds the next dx, and its end
-        rEnd[0], rEnd[1] = b, tokens
+        if at.d < io.mX.shape[1]:
+            self.load_window(io.mX, io.mInitial, rWindow, at.b, at.d, at.t)
+        rEnd[0], rEnd[1] = at.b, io.mX.shape[2]
         if const_expr(spec.has_final and spec.packing == "cu_seqlens"):
-            if malformed == 0:
-                rEnd[0] = find_sequence(mCu, t)
-                rEnd[1] = Int32(mCu[rEnd[0] + 1])
+            if at.malformed == 0:
+                rEnd[0] = find_sequence(io.mCu, at.t)
+                rEnd[1] = Int32(io.mCu[rEnd[0] + 1])
+        own = cute.ceil_div(at.rows, BATCH)
         for q in range(own):
-            self.advance(
-                mX, mDy, mInitial, mDFinal, mCu, mWords, mSeqIdx, mDx, sRing, rW, rB, rSum, rWindow, rPending, rEnd, lanes,
-                b, d, t, rows, q, warp, lane, malformed, True,
-            )  # fmt: skip
-        for extra in cutlass.range_constexpr(ahead):
-            self.advance(
-                mX, mDy, mInitial, mDFinal, mCu, mWords, mSeqIdx, mDx, sRing, rW, rB, rSum, rWindow, rPending, rEnd, lanes,
-                b, d, t, rows, own + extra, warp, lane, malformed, False,
-            )  # fmt: skip
+            self.advance(io, registers, sRing, lanes, at, q, True)
+        for extra in cutlass.range_constexpr((self.halo + BATCH - 1) // BATCH):
+            self.advance(io, registers, sRing, lanes, at, own + extra, False)
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_warp()
 
     @cute.jit
-    def load_window(self, mX, mInitial, rWindow, b: Int32, d: Int32, t: Int32):
-        """The tokens before the run; before the first token the initial state, else 0."""
-        spec = self.spec
-        for k in cutlass.range_constexpr(self.halo):
-            token = t - 1 - k
-            for c in cutlass.range_constexpr(spec.vec):
-                value = Float32(0.0)
-                if token >= 0:
-                    value = mX[b, d + c, token].to(Float32)
-                else:
-                    if const_expr(spec.has_initial and spec.packing != "cu_seqlens"):
-                        value = mInitial[b, d + c, mInitial.shape[2] + token].to(Float32)
-                rWindow[k * spec.vec + c] = value
-
-    @cute.jit
-    def fetch(self, mX, mDy, sRing, lanes, b: Int32, d: Int32, t: Int32, stage: Int32, warp: Int32, lane: Int32):
-        """Start copying rows t .. t + BATCH of x and dy into a stage; rows and channels that do not exist become 0."""
-        for which in cutlass.range_constexpr(2):
-            mIn = mX if const_expr(which == 0) else mDy
-            if const_expr(lanes[which] is not None):
-                self.fetch_pieces(mIn, sRing, lanes[which], t, which, stage, warp)
-            else:
-                self.fetch_elements(mIn, sRing, b, d, t, which, stage, warp, lane)
-        cute.arch.cp_async_commit_group()
-
-    def lane_pieces(self, mIn, b: Int32, d: Int32, t: Int32, lane: Int32, piece: int):
-        """What asynchronous copies of a lane need in a run: (piece, row, channel, bytes that exist, moving offset)."""
-        if const_expr(piece == 0):
-            return None
-        size = mIn.element_type.width // 8
-        per_row = self.row * size // piece
-        row = lane // per_row if const_expr(per_row < 32) else Int32(0)
-        channel = (lane % per_row) * (piece // size)
-        first = d - lane * self.spec.vec + channel
-        exists = [
-            cutlass.min(cutlass.max((mIn.shape[1] - first) * size - 32 * piece * i, 0), piece)
-            for i in range(max(1, per_row // 32))
-        ]
-        rAt = cute.make_rmem_tensor(1, Int64)
-        rAt[0] = element_offset(mIn, b, first, t + row)
-        return piece, row, channel, exists, rAt
-
-    @cute.jit
-    def fetch_pieces(self, mIn, sRing, pieces, t: Int32, which: cutlass.Constexpr[int], stage: Int32, warp: Int32):
-        """Asynchronous copies, one piece a lane and instruction."""
-        piece, row, channel, exists, rAt = pieces
-        size = mIn.element_type.width // 8
-        per_row = self.row * size // piece
-        at_once = max(1, 32 // per_row)  # rows that one instruction of the warp copies
-        source = mIn.iterator + rAt[0]
-        target = sRing.iterator + cute.crd2idx((channel, row, which, stage, warp), sRing.layout)
-        step = Int64(at_once) * mIn.stride[2]
-        for rows in cutlass.range_constexpr(0, BATCH, at_once):
-            for i in cutlass.range_constexpr(len(exists)):
-                bytes_ = exists[i]
-                if t + row + rows >= mIn.shape[2]:
-                    bytes_ = Int32(0)
-                column = i * 32 * piece // size
-                copy_async(target + (rows * self.row + column), source + column, piece, bytes_)
-            source = source + step
-        rAt[0] = rAt[0] + Int64(BATCH) * mIn.stride[2]
-
-    @cute.jit
-    def fetch_elements(
-        self, mIn, sRing, b: Int32, d: Int32, t: Int32, which: cutlass.Constexpr[int], stage: Int32, warp: Int32,
-        lane: Int32,
-    ):  # fmt: skip
-        """Plain loads of any strides, a lane its own channels."""
-        vec = self.spec.vec
-        rIn = cute.make_rmem_tensor(BATCH * vec, mIn.element_type)
-        for i in cutlass.range_constexpr(BATCH):
-            for c in cutlass.range_constexpr(vec):
-                rIn[i * vec + c] = mIn.element_type(0.0)
-                if t + i < mIn.shape[2] and d + c < mIn.shape[1]:
-                    rIn[i * vec + c] = mIn[b, d + c, t + i]
-        for i in cutlass.range_constexpr(BATCH):
-            for c in cutlass.range_constexpr(vec):
-                sRing[lane * vec + c, i, which, stage, warp] = rIn[i * vec + c]
-
-    @cute.jit
-    def advance(
-        self, mX, mDy, mInitial, mDFinal, mCu, mWords, mSeqIdx, mDx, sRing, rW, rB, rSum, rWindow, rPending, rEnd, lanes,
-        b: Int32, d: Int32, t: Int32, rows: Int32, q: Int32, warp: Int32, lane: Int32, malformed: Int32,
-        own: cutlass.Constexpr[bool],
-    ):  # fmt: skip
+    def advance(self, io, registers, sRing, lanes, at, q: Int32, own: cutlass.Constexpr[bool]):
         """One batch of rows: wait for it, start the copy of a later one, compute."""
         spec = self.spec
-        vec = spec.vec
+        vec, halo = spec.vec, self.halo
         cute.arch.cp_async_wait_group(spec.stages - 2)
         cute.arch.sync_warp()
-        stage = q % spec.stages
-        bytes_ = vec * mX.element_type.width // 8
+        bytes_ = vec * io.mX.element_type.width // 8
         rX = cute.make_rmem_tensor(BATCH * vec, Float32)
         rG = cute.make_rmem_tensor(BATCH * vec, Float32)
-        base = cute.crd2idx((lane * vec, 0, 0, stage, warp), sRing.layout)
+        base = cute.crd2idx((at.lane * vec, 0, 0, q % spec.stages, at.warp), sRing.layout)
         for i in cutlass.range_constexpr(BATCH):
             rRow = load_shared(sRing, base + i * self.row, vec, bytes_)
             rDRow = load_shared(sRing, base + (BATCH + i) * self.row, vec, bytes_)
@@ -333,47 +267,38 @@ class ConvBackward:
                 rX[i * vec + c] = to_float(rRow, c)
                 rG[i * vec + c] = to_float(rDRow, c)
         ahead = q + spec.stages - 1
-        self.fetch(mX, mDy, sRing, lanes, b, d, t + ahead * BATCH, ahead % spec.stages, warp, lane)
-        first = t + q * BATCH
+        self.fetch(
+            io.mX, io.mDy, sRing, lanes, at.b, at.d, at.t + ahead * BATCH, ahead % spec.stages, at.warp, at.lane
+        )  # fmt: skip
+        first = at.t + q * BATCH
         if const_expr(spec.packing == "dense"):
-            self.compute(
-                mInitial, mDFinal, mCu, mDx, rX, rG, rW, rB, rSum, rWindow, rPending, rEnd, Int32(0), None,
-                b, d, t, rows, first, mX.shape[1], mX.shape[2], malformed, own, False,
-            )  # fmt: skip
+            self.compute(io, registers, rX, rG, Int32(0), None, at, first, own, False)
         else:
             starts, rIndex, boundary = Int32(0), None, Boolean(False)
             if const_expr(spec.packing == "cu_seqlens"):
-                starts = load_starts(mWords, cutlass.min(first, mX.shape[2] - 1), self.halo, BATCH)
-                boundary = starts != 0 and malformed == 0
+                starts = load_starts(io.mWords, cutlass.min(first, io.mX.shape[2] - 1), halo, BATCH)
+                boundary = starts != 0 and at.malformed == 0
             else:
-                rIndex = load_indices(mSeqIdx, b, first, self.halo, BATCH)
-                boundary = has_boundary(rIndex, self.halo + BATCH)
+                rIndex = load_indices(io.mSeqIdx, at.b, first, halo, BATCH)
+                boundary = has_boundary(rIndex, halo + BATCH)
             if boundary:
-                self.compute(
-                    mInitial, mDFinal, mCu, mDx, rX, rG, rW, rB, rSum, rWindow, rPending, rEnd, starts, rIndex,
-                    b, d, t, rows, first, mX.shape[1], mX.shape[2], malformed, own, True,
-                )  # fmt: skip
+                self.compute(io, registers, rX, rG, starts, rIndex, at, first, own, True)
             else:
-                self.compute(
-                    mInitial, mDFinal, mCu, mDx, rX, rG, rW, rB, rSum, rWindow, rPending, rEnd, starts, rIndex,
-                    b, d, t, rows, first, mX.shape[1], mX.shape[2], malformed, own, False,
-                )  # fmt: skip
+                self.compute(io, registers, rX, rG, starts, rIndex, at, first, own, False)
 
     @cute.jit
     def compute(
-        self, mInitial, mDFinal, mCu, mDx, rX, rG, rW, rB, rSum, rWindow, rPending, rEnd, starts: Int32, rIndex,
-        b: Int32, d: Int32, t: Int32, rows: Int32, first: Int32, channels: Int32, tokens: Int32, malformed: Int32,
-        own: cutlass.Constexpr[bool], masked: cutlass.Constexpr[bool],
+        self, io, registers, rX, rG, starts: Int32, rIndex, at, first: Int32, own: cutlass.Constexpr[bool],
+        masked: cutlass.Constexpr[bool],
     ):  # fmt: skip
         """Rows first .. first + BATCH: g from u, then dx of the rows halo back, and the sums where the rows are own."""
         spec = self.spec
         vec, width, halo = spec.vec, spec.width, self.halo
+        rW, rB, rSum, rWindow, _, _ = registers
         # in the rare masked batch row by row: it needs fewer registers, and nobody waits for it
         group = 1 if masked else BATCH
         for start in cutlass.range_constexpr(0, BATCH, group):
-            taps = self.taps(
-                mInitial, mCu, rX, rWindow, starts, rIndex, d, first, start, group, channels, tokens, masked
-            )
+            taps = self.taps(io, rX, rWindow, starts, rIndex, at, first, start, group, masked)
             if const_expr(spec.silu):
                 rU = cute.make_rmem_tensor(group * vec, Float32)
                 rPart = cute.make_rmem_tensor(group * vec, Float32)
@@ -397,16 +322,13 @@ class ConvBackward:
                 for i in cutlass.range_constexpr(group):
                     for k in cutlass.range_constexpr(width):
                         for c in cutlass.range_constexpr(vec):
-                            at = (width - 1 - k) * vec + c
-                            rSum[at] = rSum[at] + rG[(start + i) * vec + c] * taps[(i * width + k) * vec + c]
+                            j = (width - 1 - k) * vec + c
+                            rSum[j] = rSum[j] + rG[(start + i) * vec + c] * taps[(i * width + k) * vec + c]
                     if const_expr(spec.bias_dtype is not None):
                         for c in cutlass.range_constexpr(vec):
                             rSum[width * vec + c] = rSum[width * vec + c] + rG[(start + i) * vec + c]
             if const_expr(spec.needs_x):
-                self.write_dx(
-                    mDFinal, mCu, mDx, rG, rW, rPending, rEnd, starts, rIndex, b, d, t, rows, first, start, group,
-                    channels, malformed, masked,
-                )  # fmt: skip
+                self.write_dx(io, registers, rG, starts, rIndex, at, first, start, group, masked)
         rNext = cute.make_rmem_tensor(halo * vec, Float32)
         for k in cutlass.range_constexpr(halo):
             for c in cutlass.range_constexpr(vec):
@@ -417,8 +339,8 @@ class ConvBackward:
 
     @cute.jit
     def taps(
-        self, mInitial, mCu, rX, rWindow, starts: Int32, rIndex, d: Int32, first: Int32, start: cutlass.Constexpr[int],
-        group: cutlass.Constexpr[int], channels: Int32, tokens: Int32, masked: cutlass.Constexpr[bool],
+        self, io, rX, rWindow, starts: Int32, rIndex, at, first: Int32, start: cutlass.Constexpr[int],
+        group: cutlass.Constexpr[int], masked: cutlass.Constexpr[bool],
     ):  # fmt: skip
         """What row start + i multiplies: the token k rows back at [(i * W + k) * vec + c]."""
         spec = self.spec
@@ -435,20 +357,22 @@ class ConvBackward:
                             value = Float32(0.0)
                     rTap[(i * width + k) * vec + c] = value
             if const_expr(masked and spec.has_initial and spec.packing == "cu_seqlens"):
-                if not tap_is_valid(starts, row, halo, halo) and first + row < tokens and d < channels:
-                    self.read_history(mInitial, mCu, rTap, d, first + row, i)
+                exists = first + row < io.mX.shape[2] and at.d < io.mX.shape[1]
+                if exists and not tap_is_valid(starts, row, halo, halo):
+                    self.read_history(io.mInitial, io.mCu, rTap, at.d, first + row, i)
         return rTap
 
     @cute.jit
     def write_dx(
-        self, mDFinal, mCu, mDx, rG, rW, rPending, rEnd, starts: Int32, rIndex, b: Int32, d: Int32, t: Int32,
-        rows: Int32, first: Int32, start: cutlass.Constexpr[int], group: cutlass.Constexpr[int], channels: Int32,
-        malformed: Int32, masked: cutlass.Constexpr[bool],
+        self, io, registers, rG, starts: Int32, rIndex, at, first: Int32, start: cutlass.Constexpr[int],
+        group: cutlass.Constexpr[int], masked: cutlass.Constexpr[bool],
     ):  # fmt: skip
         """Each row of g completes dx of the row halo before it, and leaves its share with the rows between."""
         spec = self.spec
         vec, width, halo = spec.vec, spec.width, self.halo
-        offset = element_offset(mDx, b, d, first - halo)
+        rW, rPending, rEnd, mDx = registers.rW, registers.rPending, registers.rEnd, io.mDx
+        exists, end = at.d < io.mX.shape[1], at.t + at.rows
+        offset = element_offset(mDx, at.b, at.d, first - halo)
         rOut = cute.make_rmem_tensor(group * vec, Float32)
         for i in cutlass.range_constexpr(start, start + group):
             rDone = cute.make_rmem_tensor(vec, Float32)
@@ -470,15 +394,14 @@ class ConvBackward:
         if const_expr(spec.has_final):
             for i in cutlass.range_constexpr(start, start + group):
                 row = first + i - halo
-                if row >= t and row < t + rows and d < channels:
-                    self.add_final(mDFinal, mCu, rOut, rEnd, d, row, malformed, (i - start) * vec)
-        inside = first - halo >= t and first + BATCH - halo <= t + rows and d < channels
+                if row >= at.t and row < end and exists:
+                    self.add_final(io.mDFinal, io.mCu, rOut, rEnd, at.d, row, at.malformed, (i - start) * vec)
         for i in cutlass.range_constexpr(start, start + group):
             rRow = cute.make_rmem_tensor(vec, mDx.element_type)
             for c in cutlass.range_constexpr(vec):
                 rRow[c] = rOut[(i - start) * vec + c].to(mDx.element_type)
             row = first + i - halo
-            if inside or (row >= t and row < t + rows and d < channels):
+            if row >= at.t and row < end and exists:
                 store_vector(rRow, mDx, offset + Int64(i) * mDx.stride[2], spec.align_dx)
 
     def is_valid(self, starts: Int32, rIndex, i: int, k: int) -> Boolean:
@@ -512,31 +435,6 @@ class ConvBackward:
         if column >= 0:
             for c in cutlass.range_constexpr(spec.vec):
                 rOut[at + c] = rOut[at + c] + mDFinal[rEnd[0], d + c, column].to(Float32)
-
-    @cute.jit
-    def write_partial(
-        self, sRing, rSum, mPartial, channel_block: Int32, block: Int32, warp: Int32, lane: Int32, channels: Int32
-    ):
-        """Sum the warps in order; partial [block, sum, channel] in fp32."""
-        spec = self.spec
-        vec = spec.vec
-        cute.arch.sync_threads()
-        pointer = cute.make_ptr(Float32, sRing.iterator.toint(), cute.AddressSpace.smem, assumed_align=16)
-        layout = cute.make_layout((self.row, self.sums, spec.warps), stride=(1, self.row, self.row * self.sums))
-        sSum = cute.make_tensor(pointer, layout)
-        for j in cutlass.range_constexpr(self.sums):
-            for c in cutlass.range_constexpr(vec):
-                sSum[lane * vec + c, j, warp] = rSum[j * vec + c]
-        cute.arch.sync_threads()
-        for index in range(warp * 32 + lane, self.row * self.sums, 32 * spec.warps):
-            j = index // self.row
-            channel = index - j * self.row
-            total = Float32(0.0)
-            for w in cutlass.range_constexpr(spec.warps):
-                total += sSum[channel, j, w]
-            d = channel_block * self.row + channel
-            if d < channels:
-                mPartial[block, j, d] = total
 
 
 def build(spec: BackwardSpec, keep: bool = False):
@@ -586,7 +484,7 @@ def specify(call, dy, dx, needs_parameters: bool, arch: str) -> BackwardSpec:
         needs_parameters,
         vec,
         WARPS,
-        PER_SM if weight.shape[1] <= 4 and (call.bias is None or packing_of(call) == "dense") else 2,
+        PER_SM,
         STAGES,
         weight_rows,
         copy_width(x, row),
@@ -595,13 +493,3 @@ def specify(call, dy, dx, needs_parameters: bool, arch: str) -> BackwardSpec:
         weight_alignment(weight, vec),
         arch,
     )
-
-
-def copy_width(tensor: torch.Tensor, row: int) -> int:
-    """Bytes of one asynchronous copy, at most an eighth of a row so that a warp has work; 0 where none is possible."""
-    if tensor.stride(1) != 1 and tensor.shape[1] != 1:
-        return 0
-    for width in (16, 4):
-        if width <= row // 8 and vector_alignment(tensor, True, width) == width:
-            return width
-    return 0

@@ -1,4 +1,4 @@
-"""The second half of the weight gradient: sum the blocks' partials in order, and cast."""
+"""Weight and bias gradients: a block's sums become one partial, all partials one gradient, in a fixed order."""
 
 from __future__ import annotations
 
@@ -73,6 +73,37 @@ class ReducePartials:
         if const_expr(mDBias is not None):
             if j == self.spec.width:
                 mDBias[d] = total.to(mDBias.element_type)
+
+
+@cute.jit
+def write_partial(
+    sFree: cute.Tensor,
+    rSum: cute.Tensor,
+    mPartial: cute.Tensor,
+    sums: cutlass.Constexpr[int],
+    vec: cutlass.Constexpr[int],
+    warps: cutlass.Constexpr[int],
+    warp: Int32,
+    lane: Int32,
+):
+    """Sum the warps of a block in order, through shared memory that is free by now; partial [block, sum, channel]."""
+    row = 32 * vec
+    cute.arch.sync_threads()
+    pointer = cute.make_ptr(Float32, sFree.iterator.toint(), cute.AddressSpace.smem, assumed_align=16)
+    sSum = cute.make_tensor(pointer, cute.make_layout((row, sums, warps), stride=(1, row, row * sums)))
+    for j in cutlass.range_constexpr(sums):
+        for c in cutlass.range_constexpr(vec):
+            sSum[lane * vec + c, j, warp] = rSum[j * vec + c]
+    cute.arch.sync_threads()
+    channel_block, block, _ = cute.arch.block_idx()
+    for index in range(warp * 32 + lane, row * sums, 32 * warps):
+        j = index // row
+        channel = index - j * row
+        total = Float32(0.0)
+        for w in cutlass.range_constexpr(warps):
+            total += sSum[channel, j, w]
+        if channel_block * row + channel < mPartial.shape[2]:
+            mPartial[block, j, channel_block * row + channel] = total
 
 
 def build(spec: ReduceSpec, keep: bool = False):

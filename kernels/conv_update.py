@@ -1,8 +1,9 @@
-"""One decode step of a causal convolution: `ConvUpdate`, its specification, and `launch`.
+"""One decode step of a causal convolution: `ConvUpdate`, its specification, and `find`.
 
-A thread owns `vec` neighbouring channels of a row or a few. It loads state, x and weights together, keeps the shifted state as
-raw bits, and stores it where it was. Programmatic dependent launch hides the launch latency: waiting comes first, so
-stream order holds. Where slots are indexed, one extra CTA row looks for a slot that two rows share, once per call.
+A thread owns `vec` neighbouring channels of a row or a few. It loads state, x and weights together, keeps the shifted
+state as raw bits, and stores it where it was. Programmatic dependent launch hides the launch latency: waiting comes
+first, so stream order holds. Where slots are indexed, one extra row of blocks looks for a slot that two rows share,
+once per call.
 """
 
 from __future__ import annotations
@@ -344,9 +345,8 @@ def specify(x, form, state, weight, bias, residual, indices, activation: bool, a
     )
 
 
-def launch(x, form, state, weight, bias, residual, y, indices, activation, pad_slot_id, status, arch) -> None:
-    """Run one admitted update on x's device and its current stream; fills y and shifts the state in place."""
-    if x.numel() == 0:
-        return
-    spec = specify(x, form, state, weight, bias, residual, indices, activation, arch)
-    jit.get(spec, build)(x, state, weight, bias, residual, y, indices, pad_slot_id, status)
+def find(x, form, state, weight, bias, residual, indices, activation: bool, arch: str):
+    """The compiled function for these tensors. It is called with (x, state, weight, bias, residual, y, indices,
+    pad_slot_id, status), on tensors of the same layouts and alignments, and fills y and shifts the state in place.
+    """
+    return jit.get(specify(x, form, state, weight, bias, residual, indices, activation, arch), build)

@@ -8,7 +8,7 @@ import torch
 from cutlass import Boolean, Int32, Int64, const_expr
 
 from accel.kernels import jit
-from accel.kernels.device import load_vector
+from accel.kernels.device import load_vector, store_vector
 
 
 def element_offset(mX: cute.Tensor, b: Int32, d: Int32, t: Int32) -> Int64:
@@ -74,6 +74,76 @@ def tap_is_valid(starts: Int32, row: int, back: int, halo: int) -> Boolean:
     """
     mask = ((1 << back) - 1) << (halo + row - back + 1)
     return (starts & mask) == 0
+
+
+@cute.jit
+def load_tokens(
+    spec: cutlass.Constexpr,
+    mX: cute.Tensor,
+    b: Int32,
+    d: Int32,
+    t: Int32,
+    align: cutlass.Constexpr[int],
+    with_halo: cutlass.Constexpr[bool] = True,
+    vectors: cutlass.Constexpr[bool] = True,
+):
+    """(halo, rows): token t - 1 - j at halo[j * vec + c], token t + i at rows[i * vec + c]; indices are clamped."""
+    vec, rows, halo = spec.vec, spec.rows, spec.width - 1
+    last = mX.shape[2] - 1
+    rHalo = cute.make_rmem_tensor(halo * vec, mX.element_type)
+    rX = cute.make_rmem_tensor(rows * vec, mX.element_type)
+    if const_expr(spec.channel_last):
+        for i in cutlass.range_constexpr(-halo if with_halo else 0, rows):
+            token = cutlass.max(t + i, 0) if const_expr(i < 0) else cutlass.min(t + i, last)
+            if const_expr(vectors and spec.unit_stride):
+                rRow = load_vector(mX, element_offset(mX, b, d, token), vec, align)
+            else:
+                rRow = cute.make_rmem_tensor(vec, mX.element_type)
+                for c in cutlass.range_constexpr(vec):
+                    rRow[c] = mX[b, d + c, token]
+            for c in cutlass.range_constexpr(vec):
+                if const_expr(i < 0):
+                    rHalo[(-i - 1) * vec + c] = rRow[c]
+                else:
+                    rX[i * vec + c] = rRow[c]
+    else:
+        if const_expr(with_halo):
+            if t > 0:
+                rBefore = load_vector(mX, element_offset(mX, b, d, t - rows), rows, align)
+                for j in cutlass.range_constexpr(halo):
+                    rHalo[j] = rBefore[rows - 1 - j]
+        if const_expr(vectors):
+            if t + rows <= mX.shape[2]:
+                rFull = load_vector(mX, element_offset(mX, b, d, t), rows, align)
+                for i in cutlass.range_constexpr(rows):
+                    rX[i] = rFull[i]
+            else:
+                for i in cutlass.range_constexpr(rows):
+                    rX[i] = mX[b, d, cutlass.min(t + i, last)]
+        else:
+            for i in cutlass.range_constexpr(rows):
+                rX[i] = mX[b, d, cutlass.min(t + i, last)]
+    return rHalo, rX
+
+
+@cute.jit
+def store_tokens(spec: cutlass.Constexpr, rY: cute.Tensor, mY: cute.Tensor, b: Int32, d: Int32, t: Int32):
+    """Store the rows that exist."""
+    vec, rows = spec.vec, spec.rows
+    if const_expr(spec.channel_last):
+        for i in cutlass.range_constexpr(rows):
+            if t + i < mY.shape[2]:
+                rRow = cute.make_rmem_tensor(vec, rY.element_type)
+                for c in cutlass.range_constexpr(vec):
+                    rRow[c] = rY[i * vec + c]
+                store_vector(rRow, mY, element_offset(mY, b, d, t + i), spec.align_y)
+    else:
+        if t + rows <= mY.shape[2]:
+            store_vector(rY, mY, element_offset(mY, b, d, t), spec.align_y)
+        else:
+            for i in cutlass.range_constexpr(rows):
+                if t + i < mY.shape[2]:
+                    mY[b, d, t + i] = rY[i]
 
 
 def token_strides(channel_last: bool, unit_stride: bool) -> tuple:

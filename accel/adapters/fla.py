@@ -27,7 +27,7 @@ def _give_update(y: Tensor, call: UpdateCall) -> tuple[Tensor, Any]:
 
 
 def _channels(x: Tensor) -> Tensor:
-    """[B, T, D] or [B, T, H, d] as [B, D, T]; heads that do not flatten in place fail here, and the call is declined."""
+    """[B, T, D] or [B, T, H, d] as [B, D, T]; heads that do not flatten in place fail here: the call is declined."""
     return (x.view(*x.shape[:2], -1) if x.dim() == 4 else x).transpose(1, 2)
 
 
@@ -59,20 +59,9 @@ def _conv(
 
 
 def _read_conv_042(
-    x,
-    weight=None,
-    bias=None,
-    residual=None,
-    initial_state=None,
-    output_final_state=False,
-    activation=None,
-    backend="triton",
-    cu_seqlens=None,
-    cu_seqlens_cpu=None,
-    chunk_indices=None,
-    cp_context=None,
-    **kwargs,
-) -> ConvCall | Decline:
+    x, weight=None, bias=None, residual=None, initial_state=None, output_final_state=False, activation=None,
+    backend="triton", cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None, cp_context=None, **kwargs
+) -> ConvCall | Decline:  # fmt: skip
     if cp_context is not None:
         # the halo exchange stays FLA's; it calls causal_conv1d_fwd and _bwd, which are swapped too
         return Decline(Reason.CONTEXT_PARALLEL, "cp_context", "None", "a context")
@@ -82,33 +71,16 @@ def _read_conv_042(
 
 
 def _read_conv_041(
-    x,
-    weight=None,
-    bias=None,
-    residual=None,
-    initial_state=None,
-    output_final_state=False,
-    activation=None,
-    backend="triton",
-    cu_seqlens=None,
-    chunk_indices=None,
-    **kwargs,
-) -> ConvCall | Decline:
+    x, weight=None, bias=None, residual=None, initial_state=None, output_final_state=False, activation=None,
+    backend="triton", cu_seqlens=None, chunk_indices=None, **kwargs
+) -> ConvCall | Decline:  # fmt: skip
     return _read_conv_042(x, weight, bias, residual, initial_state, output_final_state, activation, backend, cu_seqlens)
 
 
 def _read_conv_032(
-    x,
-    weight=None,
-    bias=None,
-    residual=None,
-    initial_state=None,
-    output_final_state=False,
-    activation=None,
-    backend="triton",
-    cu_seqlens=None,
-    **kwargs,
-) -> ConvCall | Decline:
+    x, weight=None, bias=None, residual=None, initial_state=None, output_final_state=False, activation=None,
+    backend="triton", cu_seqlens=None, **kwargs
+) -> ConvCall | Decline:  # fmt: skip
     return _read_conv_042(x, weight, bias, residual, initial_state, output_final_state, activation, backend, cu_seqlens)
 
 

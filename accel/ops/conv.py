@@ -111,7 +111,7 @@ def _refuse(name: str, decline: Decline | None) -> None:
         raise decline.error(f"{name}: {decline}")
 
 
-def run(call: ConvCall, facts: DeviceFacts) -> Tensor | tuple[Tensor, Tensor]:
+def run(call: ConvCall, facts: DeviceFacts, plan: None = None) -> Tensor | tuple[Tensor, Tensor]:
     """Serve an admitted call; through autograd only where something requires a gradient."""
     if torch.is_grad_enabled() and _requires_grad(call):
         outputs = _Conv.apply(call, facts, call.x, call.weight, call.bias, call.residual, call.initial_states)
@@ -200,7 +200,7 @@ def forward(call: ConvCall, facts: DeviceFacts) -> tuple[Tensor, Tensor | None]:
     return y, final_states
 
 
-def backward(call: BackwardCall, facts: DeviceFacts) -> tuple[Tensor | None, ...]:
+def backward(call: BackwardCall, facts: DeviceFacts, plan: None = None) -> tuple[Tensor | None, ...]:
     """(dx, dweight, dbias, dinitial_states), each None where it is not needed."""
     facts.status.raise_pending()
     dx = _like(call.x) if call.needs_x else None
@@ -216,7 +216,7 @@ def backward(call: BackwardCall, facts: DeviceFacts) -> tuple[Tensor | None, ...
     return dx, dweight, dbias, dinitial
 
 
-def run_states(call: StatesCall, facts: DeviceFacts) -> Tensor:
+def run_states(call: StatesCall, facts: DeviceFacts, plan: None = None) -> Tensor:
     """The last tokens of every sequence, after its initial state."""
     facts.status.raise_pending()
     count = call.x.shape[0] if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from accel import cpu
-from accel.admission import admit_update
+from accel.admission import admit_update, in_transform
 from accel.call import UpdateCall
 from accel.environment import DeviceFacts
 from accel.ops.door import facts_of, kernels
+from accel.reasons import Decline
+
+MAX_PLANS = 4096  # kept per device; a server with that many batch sizes starts over
 
 
 def causal_conv1d_update(
@@ -56,31 +61,59 @@ def causal_conv1d_update(
     call = UpdateCall(
         x, form, conv_state, weight, bias, residual, activation, cache_seqlens, conv_state_indices, pad_slot_id
     )
+    plan = prepare(call, facts)
+    if isinstance(plan, Decline):
+        raise plan.error(f"causal_conv1d_update: {plan}")
+    return run(call, facts, plan)
+
+
+def prepare(call: UpdateCall, facts: DeviceFacts) -> Callable | None | Decline:
+    """Admit a call and find the compiled kernel for it, or the failed check; None where no kernel is needed.
+
+    A decode step repeats the same metadata thousands of times: the answer is kept by it. What metadata does not say,
+    transforms and addresses, is looked at in every call.
+    """
+    x, form, state, weight, bias, residual, activation, cache_seqlens, indices, pad_slot_id = call
+    key = None
+    if cache_seqlens is None and state is not None and not in_transform():
+        addresses = x.data_ptr() | state.data_ptr() | weight.data_ptr()
+        if residual is not None:
+            addresses |= residual.data_ptr()
+        if not addresses & 15:
+            metas = _meta(x), _meta(state), _meta(weight), _meta(bias), _meta(residual), _meta(indices)
+            key = (form, activation, torch.is_grad_enabled(), metas)
+            plan = facts.plans.get(key)
+            if plan is not None:
+                return plan
     decline = admit_update(call, facts)
     if decline is not None:
-        raise decline.error(f"causal_conv1d_update: {decline}")
-    return run(call, facts)
+        return decline
+    if facts.backend != "cute" or x.numel() == 0:
+        return None
+    plan = kernels().conv_update.find(
+        x, form, state, weight, bias, residual, indices, activation is not None, facts.arch
+    )
+    if key is not None:
+        if len(facts.plans) >= MAX_PLANS:
+            facts.plans.clear()
+        facts.plans[key] = plan
+    return plan
 
 
-def run(call: UpdateCall, facts: DeviceFacts) -> Tensor:
-    """Serve an admitted call on the backend of its device."""
-    facts.status.raise_pending()
-    y = torch.empty_like(call.x, memory_format=torch.contiguous_format)
-    if facts.backend == "cute":
-        kernels().conv_update.launch(
-            call.x,
-            call.form,
-            call.conv_state,
-            call.weight,
-            call.bias,
-            call.residual,
-            y,
-            call.conv_state_indices,
-            call.activation is not None,
-            call.pad_slot_id,
-            facts.status.address,
-            facts.arch,
-        )
-    else:
-        cpu.update(call, y, facts.status)
+def run(call: UpdateCall, facts: DeviceFacts, plan: Callable | None) -> Tensor:
+    """Serve a prepared call on the backend of its device."""
+    status = facts.status
+    status.raise_pending()
+    x, _, state, weight, bias, residual, _, _, indices, pad_slot_id = call
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if plan is not None:
+        plan(x, state, weight, bias, residual, y, indices, pad_slot_id, status.address)
+    elif facts.backend == "cpu":
+        cpu.update(call, y, status)
     return y
+
+
+def _meta(tensor: Tensor | None) -> tuple | None:
+    if tensor is None:
+        return None
+    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), tensor.requires_grad
