@@ -17,7 +17,7 @@ from accel.environment import DeviceFacts
 from accel.kernels.contract import CONV, UPDATE, Contract, is_channel_last
 from accel.reasons import Decline, Reason
 
-_PLAIN = (Tensor, Parameter)
+PLAIN = (Tensor, Parameter)
 _INT_DTYPES = (torch.int32, torch.int64)
 _functorch_level = torch._C._functorch.maybe_current_level
 
@@ -115,7 +115,7 @@ def _device_checks(names: tuple[str, ...], tensors: tuple[Tensor | None, ...], f
     device = facts.device
     for name, tensor in zip(names, tensors, strict=True):
         if tensor is not None:
-            if type(tensor) not in _PLAIN:
+            if type(tensor) not in PLAIN:
                 found = type(tensor).__name__
                 yield Decline(Reason.TENSOR_SUBCLASS, name, "a plain tensor", found, TypeError)
             elif tensor.device != device:

@@ -94,6 +94,7 @@ class ConvBackwardFirst:
             block=[32 * WARPS, 1, 1],
             stream=stream,
             use_pdl=has_dependent_launch(self.spec.arch),
+            min_blocks_per_mp=1,
         )
 
     @cute.kernel
@@ -162,6 +163,10 @@ class ConvBackwardFirst:
         for part in cutlass.range_constexpr(2):
             load_eight(mX, rX, b, d, t + part * ROWS, (1 + part) * ROWS, spec.align_x)
             load_eight(mDy, rDy, b, d, t + part * ROWS, part * ROWS, spec.align_dy)
+        if const_expr(spec.has_initial and spec.packing != "cu_seqlens"):
+            if t == 0:
+                for j in cutlass.range_constexpr(halo):
+                    rX[ROWS - 1 - j] = mInitial[b, d, mInitial.shape[2] - 1 - j]
         rRaw = load_weight(spec, mWeight, d)
         rW = cute.make_rmem_tensor(width, Float32)
         poison = Float32(0.0)
@@ -170,39 +175,18 @@ class ConvBackwardFirst:
         for j in cutlass.range_constexpr(width):
             rW[j] = rRaw[j].to(Float32) + poison
         rG = cute.make_rmem_tensor(ROWS + halo, Float32)
-        rU = cute.make_rmem_tensor(ROWS + halo, Float32)
-        rTap = cute.make_rmem_tensor((ROWS + halo) * width, Float32)  # token k rows back of row i at [i * W + k]
-        bias = Float32(0.0)
-        if const_expr(mBias is not None):
-            bias = mBias[d].to(Float32)
+        # rows together interleave their chains, but a wide filter has no registers for many
+        group = ROWS + halo if width <= 4 else 1
+        for start in cutlass.range_constexpr(0, ROWS + halo, group):
+            count = min(group, ROWS + halo - start)
+            self.row_gradients(
+                mBias, mInitial, mCu, rX, rDy, rW, rG, rSum, starts, rIndex, d, t, tokens, malformed, start, count
+            )
         for i in cutlass.range_constexpr(ROWS + halo):
-            for k in cutlass.range_constexpr(width):
-                value = to_float(rX, ROWS + i - k)
-                if const_expr(k > 0):
-                    if not self.is_valid(starts, rIndex, i, k):
-                        value = Float32(0.0)
-                rTap[i * width + k] = value
-            if const_expr(spec.has_initial):
-                if malformed == 0 and t + i < tokens:
-                    self.read_history(mInitial, mCu, rTap, starts, rIndex, b, d, t, i)
-            u = bias
-            for k in cutlass.range_constexpr(width):
-                u += rTap[i * width + k] * rW[width - 1 - k]
-            rU[i] = u
-            rG[i] = to_float(rDy, i)
-        if const_expr(spec.silu):
-            multiply_silu_gradient(rG, rU)
-        for i in cutlass.range_constexpr(ROWS + halo):
-            if const_expr(spec.packing == "seq_idx"):
-                if rIndex[halo + i] < 0:
-                    rG[i] = Float32(0.0)
             rG[i] = rG[i] + poison
         if const_expr(spec.needs_parameters):
-            for i in cutlass.range_constexpr(ROWS):
-                for k in cutlass.range_constexpr(width):
-                    rSum[width - 1 - k] = rSum[width - 1 - k] + rG[i] * rTap[i * width + k]
-                if const_expr(spec.bias_dtype is not None):
-                    rSum[width] = rSum[width] + rG[i]
+            for i in cutlass.range_constexpr(self.sums):
+                rSum[i] = rSum[i] + poison
         rDx = cute.make_rmem_tensor(ROWS, Float32)
         for i in cutlass.range_constexpr(ROWS):
             rDx[i] = rG[i] * rW[width - 1]
@@ -225,6 +209,50 @@ class ConvBackwardFirst:
                     if t + i < tokens:
                         mDx[b, d, t + i] = rOut[i]
 
+    @cute.jit
+    def row_gradients(
+        self, mBias, mInitial, mCu, rX, rDy, rW, rG, rSum, starts: Int32, rIndex, d: Int32, t: Int32,
+        tokens: Int32, malformed: Int32, start: cutlass.Constexpr[int], count: cutlass.Constexpr[int],
+    ):  # fmt: skip
+        """g of rows start .. start + count, and the share of those that are the thread's own in the sums."""
+        spec = self.spec
+        width, halo = spec.width, self.halo
+        rTap = cute.make_rmem_tensor(count * width, Float32)  # token k rows back of row start + i at [i * W + k]
+        rU = cute.make_rmem_tensor(count, Float32)
+        rPart = cute.make_rmem_tensor(count, Float32)
+        bias = Float32(0.0)
+        if const_expr(mBias is not None):
+            bias = mBias[d].to(Float32)
+        for i in cutlass.range_constexpr(count):
+            row = start + i
+            for k in cutlass.range_constexpr(width):
+                value = to_float(rX, ROWS + row - k)
+                if const_expr(k > 0):
+                    if not self.is_valid(starts, rIndex, row, k):
+                        value = Float32(0.0)
+                rTap[i * width + k] = value
+            if const_expr(spec.has_initial and spec.packing == "cu_seqlens"):
+                if malformed == 0 and t + row < tokens and not tap_is_valid(starts, row, halo, halo):
+                    self.read_history(mInitial, mCu, rTap, d, t + row, i * width)
+            u = bias
+            for k in cutlass.range_constexpr(width):
+                u += rTap[i * width + k] * rW[width - 1 - k]
+            rU[i] = u
+            rPart[i] = to_float(rDy, row)
+        if const_expr(spec.silu):
+            multiply_silu_gradient(rPart, rU)
+        for i in cutlass.range_constexpr(count):
+            row = start + i
+            if const_expr(spec.packing == "seq_idx"):
+                if rIndex[halo + row] < 0:
+                    rPart[i] = Float32(0.0)
+            rG[row] = rPart[i]
+            if const_expr(row < ROWS and spec.needs_parameters):
+                for k in cutlass.range_constexpr(width):
+                    rSum[width - 1 - k] = rSum[width - 1 - k] + rPart[i] * rTap[i * width + k]
+                if const_expr(spec.bias_dtype is not None):
+                    rSum[width] = rSum[width] + rPart[i]
+
     def is_valid(self, starts: Int32, rIndex, i: int, k: int) -> Boolean:
         """Whether the token k rows before row i is in its sequence; tokens before the first are 0 anyway."""
         if const_expr(self.spec.packing == "cu_seqlens"):
@@ -234,28 +262,13 @@ class ConvBackwardFirst:
         return Boolean(True)
 
     @cute.jit
-    def read_history(
-        self, mInitial, mCu, rTap, starts: Int32, rIndex, b: Int32, d: Int32, t: Int32, i: cutlass.Constexpr[int]
-    ):
-        """Taps before the start of a sequence come from its initial state."""
-        spec = self.spec
-        n, position = b, t + i
-        near = position < self.halo
-        if const_expr(spec.packing == "cu_seqlens"):
-            near = not tap_is_valid(starts, i, self.halo, self.halo)
-            if near:
-                n = find_sequence(mCu, t + i)
-                position = t + i - Int32(mCu[n])
-        if near:
-            for k in cutlass.range_constexpr(1, spec.width):
-                if k > position and self.is_valid_history(rIndex, i, k):
-                    rTap[i * spec.width + k] = mInitial[n, d, mInitial.shape[2] + position - k].to(Float32)
-
-    def is_valid_history(self, rIndex, i: int, k: int) -> Boolean:
-        """With seq_idx the initial state belongs to the sequence of the first token."""
-        if const_expr(self.spec.packing == "seq_idx"):
-            return self.is_valid(Int32(0), rIndex, i, k)
-        return Boolean(True)
+    def read_history(self, mInitial, mCu, rTap, d: Int32, token: Int32, at: cutlass.Constexpr[int]):
+        """Taps before the start of a packed sequence come from its initial state."""
+        n = find_sequence(mCu, token)
+        position = token - Int32(mCu[n])
+        for k in cutlass.range_constexpr(1, self.spec.width):
+            if k > position:
+                rTap[at + k] = mInitial[n, d, mInitial.shape[2] + position - k].to(Float32)
 
     @cute.jit
     def add_final(self, mDFinal, mCu, rDx, b: Int32, d: Int32, t: Int32, tokens: Int32, malformed: Int32):

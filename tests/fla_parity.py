@@ -1,7 +1,8 @@
 """Real FLA beside accel, in one process: originals, accelerated calls and the float64 reference on the same inputs.
 
 Run by test_upstream.py in a process of its own for each FLA version; not collected by name. On the CPU, FLA's kernels
-run in Triton's interpreter, which has to be chosen before Triton is imported.
+run in Triton's interpreter, which has to be chosen before Triton is imported. On either device FLA takes its first
+configuration of a kernel: to search for the fastest would compile them all.
 """
 
 import os
@@ -9,16 +10,17 @@ import os
 import pytest
 import reference
 import torch
+from triton.runtime import driver
+
+from accel import accelerated, record_routes, triton_cpu
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from accel import triton_cpu
-
     triton_cpu.install()
+else:
+    driver.active.get_benchmarker = lambda: triton_cpu.first_wins
 
 import fla.modules.convolution as upstream
 from fla.modules import ShortConvolution
-
-from accel import accelerated, record_routes
 
 D = 24
 UPDATES = {"plain": (False, None, False), "bias": (True, "silu", False), "all": (True, "swish", True)}
@@ -227,6 +229,64 @@ def test_packed_rows_of_a_batch(device):
     exact = exact_sequences(inputs, dy, "silu", cu_seqlens, torch.float64)
     for name, leaf in leaves.items():
         torch.testing.assert_close(leaf.grad.double(), exact[name], rtol=1e-5, atol=1e-5)
+
+
+@dtypes
+def test_thirds_of_a_fused_projection(device, dtype):
+    """x and dy as slices of a wider row, in place: as one convolution of the whole row."""
+    inputs = {"x": normal(device, dtype, 2, 9, 3 * D), "weight": normal(device, dtype, 3 * D, 4)}
+    dy = normal(device, dtype, 2, 9, 3 * D)
+
+    def call():
+        leaves = {name: value.clone().requires_grad_() for name, value in inputs.items()}
+        parts = zip(leaves["x"].split(D, dim=2), leaves["weight"].split(D), strict=True)
+        found = [upstream.causal_conv1d(*part, output_final_state=True, activation="silu") for part in parts]
+        y = torch.cat([y for y, _ in found], dim=2)
+        y.backward(dy)
+        return y.detach(), torch.cat([state.detach() for _, state in found], dim=1), leaves
+
+    (y, final, originals), (ours, our_final, leaves), routes = both(call)
+    assert routes[:3] == [f"causal_conv1d={backend(device)}"] * 3
+    assert torch.equal(final, our_final)
+    exact = exact_sequences(inputs, dy, "silu", None, torch.float64)
+    plain = exact_sequences(inputs, dy, "silu", None, torch.float32)
+    size = exact_sequences({name: value.abs() for name, value in inputs.items()}, dy.abs(), None, None, torch.float64)
+    assert_values(ours, exact["y"], size["y"], y)
+    tolerance = 1e-4 if dtype == torch.float32 else 8e-2
+    for name, leaf in leaves.items():
+        reference.assert_gradient(leaf.grad, exact[name], plain[name], size[name], 2 * 9, name)
+        torch.testing.assert_close(originals[name].grad, leaf.grad, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("bounds", [None, [0, 3, 4, 11]], ids=["dense", "packed"])
+def test_the_functions_that_context_parallel_code_calls(device, bounds):
+    b, t, n = (2, 9, 2) if bounds is None else (1, 11, 3)
+    inputs = {
+        "x": normal(device, torch.float32, b, t, D),
+        "weight": normal(device, torch.float32, D, 4),
+        "bias": normal(device, torch.float32, D),
+        "residual": normal(device, torch.float32, b, t, D),
+        "initial_state": normal(device, torch.float32, n, D, 4),
+    }
+    cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device=device)
+    options = {"activation": "silu", "cu_seqlens": cu_seqlens}
+    state = {"x": inputs["x"], "initial_state": inputs["initial_state"], "cu_seqlens": cu_seqlens}
+    dy = normal(device, torch.float32, b, t, D)
+
+    @torch.no_grad()
+    def call():
+        y, final = upstream.causal_conv1d_fwd(**inputs, output_final_state=True, **options)
+        gradients = upstream.causal_conv1d_bwd(dy=dy, dht=None, **inputs, **options)
+        return y, final, upstream.causal_conv1d_update_states(state_len=4, **state), gradients
+
+    (y, final, states, _), (ours, our_final, our_states, gradients), routes = both(call)
+    names = "causal_conv1d_fwd", "causal_conv1d_bwd", "causal_conv1d_update_states"
+    assert routes == [f"{name}={backend(device)}" for name in names]
+    assert torch.equal(final, our_final) and torch.equal(states, our_states) and torch.equal(final, our_states)
+    exact = exact_sequences(inputs, dy, "silu", cu_seqlens, torch.float64)
+    torch.testing.assert_close(y, ours, rtol=1e-5, atol=1e-5)
+    for name, found in zip(("y", *inputs), (ours, *gradients), strict=True):
+        torch.testing.assert_close(found.double(), exact[name], rtol=1e-5, atol=1e-5)
 
 
 def test_the_prefill_state_goes_on_in_decode(device):

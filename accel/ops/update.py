@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from accel import cpu
-from accel.admission import admit_update, in_transform
+from accel.admission import PLAIN, admit_update, in_transform
 from accel.call import UpdateCall
 from accel.environment import DeviceFacts
 from accel.ops.door import facts_of, kernels
@@ -74,17 +74,10 @@ def prepare(call: UpdateCall, facts: DeviceFacts) -> Callable | None | Decline:
     transforms and addresses, is looked at in every call.
     """
     x, form, state, weight, bias, residual, activation, cache_seqlens, indices, pad_slot_id = call
-    key = None
-    if cache_seqlens is None and state is not None and not in_transform():
-        addresses = x.data_ptr() | state.data_ptr() | weight.data_ptr()
-        if residual is not None:
-            addresses |= residual.data_ptr()
-        if not addresses & 15:
-            metas = _meta(x), _meta(state), _meta(weight), _meta(bias), _meta(residual), _meta(indices)
-            key = (form, activation, torch.is_grad_enabled(), metas)
-            plan = facts.plans.get(key)
-            if plan is not None:
-                return plan
+    key = None if cache_seqlens is not None or in_transform() else _key(call)
+    plan = facts.plans.get(key)
+    if plan is not None:
+        return plan
     decline = admit_update(call, facts)
     if decline is not None:
         return decline
@@ -113,7 +106,31 @@ def run(call: UpdateCall, facts: DeviceFacts, plan: Callable | None) -> Tensor:
     return y
 
 
-def _meta(tensor: Tensor | None) -> tuple | None:
-    if tensor is None:
+def _key(call: UpdateCall) -> tuple | None:
+    """The metadata of a call whose addresses allow the widest accesses; None where the call has to be looked at."""
+    x, form, state, weight, bias, residual, activation, _, indices, _ = call
+    if type(x) not in PLAIN or type(state) not in PLAIN or type(weight) not in PLAIN:
         return None
-    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), tensor.requires_grad
+    if (
+        (x.data_ptr() | state.data_ptr() | weight.data_ptr()) & 15
+        or type(residual) in PLAIN
+        and residual.data_ptr() & 15
+    ):
+        return None
+    return (
+        form,
+        activation,
+        torch.is_grad_enabled(),
+        _meta(x),
+        _meta(state),
+        _meta(weight),
+        bias if bias is None else _meta(bias),
+        residual if residual is None else _meta(residual),
+        indices if indices is None else _meta(indices),
+    )
+
+
+def _meta(tensor: Tensor) -> tuple | type:
+    if type(tensor) not in PLAIN:
+        return type(tensor)
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), tensor.requires_grad

@@ -1,0 +1,447 @@
+"""Every kernel compiled without a GPU, in the families that calls can ask for, and what came out of the compiler.
+
+A call of the table goes the usual way, through admission and its operation, with a device that claims to be a GPU; at
+the end of that way its specifications are written down instead of compiled. So the families are those of the launchers.
+"""
+
+import functools
+import importlib
+import importlib.util
+import itertools
+import math
+import pathlib
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from accel import environment, matrix
+from accel.call import BackwardCall, ConvCall, StatesCall, UpdateCall
+from accel.dispatch import OPERATIONS
+from accel.environment import DeviceFacts
+from accel.errors import StatusWord
+from accel.kernels import contract
+from accel.ops.door import kernels
+from accel.reasons import Decline
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+kernels()
+jit = importlib.import_module("accel.kernels.jit")
+cute = importlib.import_module("cutlass.cute")
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+MAIN = "sm_90a"  # where all families are compiled; elsewhere a few of each kernel
+TRITON = importlib.util.find_spec("triton")
+CUOBJDUMP = pathlib.Path(TRITON.origin if TRITON else "").parent / "backends/nvidia/bin/cuobjdump"
+
+DTYPES = ((BF16, BF16), (BF16, FP32), (FP16, FP16), (FP16, FP32), (FP32, FP32))  # of x and of weight
+BIASES = (None, "as weight", "fp32")
+SMALL, LARGE, MANY_ROWS = (2, 1024), (2, 20000), (40000, 1)  # batch rows and tokens
+
+UPDATE_AXES = {
+    "dtypes": DTYPES,
+    "width": tuple(range(2, 9)),
+    "bias": BIASES,
+    "residual": (False, True),
+    "indices": (False, True),
+    "activation": (None, "silu"),
+    "form": ("ND", "N1D", "1ND", "ND1"),
+    "state": ("compact", "compact W", "channel-last", "strided", "long", None),
+    "channels": (512, 510, 511),
+    "rows": (8, 600),
+    "sliced": (False, True),
+    "shift": (0, 1),
+    "weight_rows": (True, False),
+}
+SEQUENCE_AXES = {
+    "dtypes": DTYPES,
+    "width": (2, 3, 4, 6, 8),  # up to 6, and above, the backward gives a thread different shares
+    "bias": BIASES,
+    "activation": (None, "silu"),
+    "packing": ("dense", "int32", "int64", "seq_idx"),
+    "initial": (False, True),
+    "final": (False, True),
+    "channels": (64, 62, 63),
+    "size": (SMALL, LARGE, MANY_ROWS),
+    "shift": (0, 1),
+    "weight_rows": (True, False),
+}
+LAST = {"layout": ("channel-last", "sliced", "strided")}
+FIRST = {"layout": ("channel-first",)}
+FORWARD_AXES = SEQUENCE_AXES | {"residual": (None, "like", "strided")}
+BACKWARD_AXES = SEQUENCE_AXES | {
+    "dy": ("like", "expanded", "transposed", None),
+    "needs": ("all", "x", "parameters", "initial"),
+}
+
+
+def pairs(axes: dict[str, tuple]) -> Iterator[dict]:
+    """A few choices of one value an axis such that any two values of two axes meet in one of them."""
+    todo = dict.fromkeys(
+        frozenset(((a, x), (b, y))) for a, b in itertools.combinations(axes, 2) for x in axes[a] for y in axes[b]
+    )
+    while todo:
+        choice = dict(next(iter(todo)))
+        for name in [name for name in axes if name not in choice]:
+            gains = [sum(frozenset(((name, value), other)) in todo for other in choice.items()) for value in axes[name]]
+            choice[name] = axes[name][gains.index(max(gains))]
+        for pair in itertools.combinations(choice.items(), 2):
+            todo.pop(frozenset(pair), None)
+        yield choice
+
+
+def tensor(*shape: int, dtype: torch.dtype, shift: int = 0) -> torch.Tensor:
+    """Dense memory of that shape, `shift` elements behind an aligned address."""
+    return torch.empty(math.prod(shape) + shift, dtype=dtype)[shift:].view(shape)
+
+
+def parameters(dtypes: tuple, channels: int, width: int, bias: str | None, weight_rows: bool) -> tuple:
+    dtype = dtypes[1]
+    weight = tensor(channels, width, dtype=dtype) if weight_rows else tensor(width, channels, dtype=dtype).t()
+    if bias is None:
+        return weight, None
+    return weight, tensor(channels, dtype=FP32 if bias == "fp32" else dtype)
+
+
+def update(
+    dtypes=(BF16, BF16), width=4, bias=None, residual=False, indices=False, activation="silu", form="ND",
+    state="compact W", channels=512, rows=8, sliced=False, shift=0, weight_rows=True,
+) -> UpdateCall:  # fmt: skip
+    """A decode step."""
+    dtype = dtypes[0]
+    weight, bias = parameters(dtypes, channels, width, bias, weight_rows)
+
+    def like_x(pitch):
+        rows_of_x = tensor(rows, pitch, dtype=dtype, shift=shift)[:, pitch - channels :]
+        return rows_of_x if form == "ND" else rows_of_x.unsqueeze({"N1D": 1, "1ND": 0, "ND1": 2}[form])
+
+    length = {"compact": width - 1, "long": 12}.get(state, width)
+    if state is None:
+        conv_state = None
+    elif state == "channel-last":
+        conv_state = tensor(rows, length, channels, dtype=dtype, shift=shift).transpose(1, 2)
+    elif state == "strided":
+        conv_state = tensor(rows, channels, length + 1, dtype=dtype, shift=shift)[:, :, 1:]
+    else:
+        conv_state = tensor(rows, channels, length, dtype=dtype, shift=shift)
+    slots = torch.zeros(rows, dtype=torch.int32) if indices and state else None
+    x = like_x(3 * channels if sliced else channels)
+    other = like_x(channels) if residual else None
+    return UpdateCall(x, form, conv_state, weight, bias, other, activation, None, slots, -1)
+
+
+def sequence(layout: str, b: int, d: int, t: int, dtype: torch.dtype, shift: int = 0) -> torch.Tensor:
+    """[B, D, T]."""
+    if layout == "channel-first":
+        return tensor(b, d, t, dtype=dtype, shift=shift)
+    if layout == "strided":
+        return tensor(b, t, d, 2, dtype=dtype, shift=shift)[..., 0].transpose(1, 2)
+    pitch = 3 * d if layout == "sliced" else d
+    return tensor(b, t, pitch, dtype=dtype, shift=shift)[:, :, pitch - d :].transpose(1, 2)
+
+
+def extents(packing: str, size: tuple[int, int]) -> tuple[int, int]:
+    """Batch rows and tokens; tokens that are packed lie in one row."""
+    b, t = size
+    return (1, b * t) if packing in ("int32", "int64") else (b, t)
+
+
+def boundaries(packing: str, b: int, t: int, sequences: int) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
+    """(cu_seqlens, seq_idx, sequences)."""
+    if packing == "seq_idx":
+        return None, torch.zeros(b, t, dtype=torch.int32), b
+    if packing == "dense":
+        return None, None, b
+    return torch.zeros(sequences + 1, dtype=getattr(torch, packing)), None, sequences
+
+
+def forward(
+    dtypes=(BF16, BF16), width=4, bias=None, activation="silu", packing="dense", initial=False, final=False,
+    layout="channel-last", channels=64, size=LARGE, shift=0, weight_rows=True, residual=None, sequences=3,
+) -> ConvCall:  # fmt: skip
+    """A full sequence. `seq_idx` has no final states."""
+    dtype = dtypes[0]
+    b, t = extents(packing, size)
+    x = sequence(layout, b, channels, t, dtype, shift)
+    weight, bias = parameters(dtypes, channels, width, bias, weight_rows)
+    cu_seqlens, seq_idx, n = boundaries(packing, b, t, sequences)
+    other = None if residual is None else sequence(layout if residual == "like" else "strided", b, channels, t, dtype)
+    history = tensor(n, channels, width - 1, dtype=dtype) if initial else None
+    return ConvCall(
+        x, weight, bias, other, activation, cu_seqlens, seq_idx, history, final and packing != "seq_idx", None,
+        width - 1, False, False,
+    )  # fmt: skip
+
+
+def backward(
+    dtypes=(BF16, BF16), width=4, bias=None, activation="silu", packing="dense", initial=False, final=False,
+    layout="channel-last", channels=64, size=LARGE, shift=0, weight_rows=True, dy="like", needs="all",
+    sequences=3,
+) -> BackwardCall:  # fmt: skip
+    """The gradients of a full sequence."""
+    dtype = dtypes[0]
+    b, t = extents(packing, size)
+    x = sequence(layout, b, channels, t, dtype, shift)
+    weight, bias = parameters(dtypes, channels, width, bias, weight_rows)
+    cu_seqlens, seq_idx, n = boundaries(packing, b, t, sequences)
+    history = tensor(n, channels, width - 1, dtype=dtype)
+    gradient = {
+        "like": lambda: sequence(layout, b, channels, t, dtype),
+        "expanded": lambda: torch.empty((), dtype=dtype).expand(b, channels, t),
+        "transposed": lambda: sequence("strided", b, channels, t, dtype),
+        None: lambda: None,
+    }[dy]()
+    return BackwardCall(
+        x, gradient, history if final else None, weight, bias, None, activation, cu_seqlens, seq_idx,
+        history if initial else None, width - 1, needs in ("all", "x"), needs in ("all", "parameters"),
+        bias is not None and needs in ("all", "parameters"), initial and needs in ("all", "initial"), False,
+    )  # fmt: skip
+
+
+def states(dtype=BF16, packing="dense", initial=False, channels=64, size=SMALL, sequences=3) -> StatesCall:
+    """The last tokens of every sequence."""
+    b, t = extents(packing, size)
+    cu_seqlens, _, n = boundaries(packing, b, t, sequences)
+    x = sequence("channel-last", b, channels, t, dtype)
+    return StatesCall(x, tensor(n, channels, 3, dtype=dtype) if initial else None, cu_seqlens, 3, False)
+
+
+def specifications(call: Any, arch: str = MAIN, trap: bool = False) -> dict[Any, Callable]:
+    """The specification of every kernel that a call launches, and what builds it."""
+    found = {}
+
+    def note(spec, build):
+        found[spec] = build
+        return lambda *tensors: None
+
+    cpu = torch.device("cpu")
+    facts = DeviceFacts(cpu, "cute", arch, "compiled only", 132, False, trap, StatusWord(cpu))
+    operation = OPERATIONS[type(call)]
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(jit, "get", note)
+        plan = operation.prepare(call, facts)
+        assert not isinstance(plan, Decline), f"{plan}: {call}"
+        operation.run(call, facts, plan)
+    return found
+
+
+def table() -> Iterator[Any]:
+    """Calls of all families."""
+    yield from (update(**choice) for choice in pairs(UPDATE_AXES))
+    for layouts in (LAST, FIRST):
+        yield from (forward(**choice) for choice in pairs(FORWARD_AXES | layouts))
+        yield from (backward(**choice) for choice in pairs(BACKWARD_AXES | layouts))
+    for dtype, packing, initial in itertools.product((BF16, FP16, FP32), ("dense", "int32", "int64"), (False, True)):
+        yield states(dtype, packing, initial)
+    # where registers are shortest: everything at once
+    everything = {"bias": "as weight", "initial": True, "final": True}
+    for layout, width, packing in itertools.product(
+        ("channel-last", "channel-first"), (6, 8), ("dense", "int32", "seq_idx")
+    ):
+        yield backward(width=width, packing=packing, layout=layout, **everything)
+
+
+def few() -> Iterator[Any]:
+    """One call for each kernel and packing, as real models make them; narrow ones where compiling takes long."""
+    yield update()
+    yield update(state="channel-last", indices=True, bias="as weight", rows=600)
+    yield forward()
+    yield forward(packing="int32", initial=True, final=True, size=SMALL)
+    yield forward(packing="seq_idx", size=SMALL)
+    yield forward(layout="channel-first")
+    yield forward(layout="channel-first", packing="int64", size=SMALL)
+    yield backward()
+    yield backward((FP32, FP32), 3, packing="int32", initial=True, final=True, channels=63)
+    yield backward((FP32, FP32), 3, packing="seq_idx", channels=63)
+    yield backward(layout="channel-first")
+    yield backward(layout="channel-first", width=3, packing="int32")
+    yield states(packing="int64", initial=True)
+
+
+def families() -> dict[Any, Callable]:
+    found = {}
+    for call in table():
+        found |= specifications(call)
+    found |= specifications(forward(packing="int32"), trap=True)
+    found |= specifications(forward(packing="int64"), trap=True)
+    for call in few():
+        for arch in contract.ARCHITECTURES:
+            found |= specifications(call, arch)
+    return found
+
+
+def label(spec: Any) -> str:
+    """What tells one specification from another at a glance; the assertion shows all of it."""
+    words = [type(spec).__name__.removesuffix("Spec"), spec.arch]
+    for name in ("dtype", "width", "packing", "layout"):
+        value = getattr(spec, name, None)
+        if value is not None:
+            words.append(str(value).removeprefix("torch."))
+    return "-".join(words)
+
+
+FAMILIES = families()
+ALL = [pytest.param(spec, id=f"{number}-{label(spec)}") for number, spec in enumerate(FAMILIES)]
+BUILDS = {type(spec): build for spec, build in FAMILIES.items()}
+
+
+@pytest.fixture(scope="module")
+def artifacts(tmp_path_factory):
+    """artifacts(spec): the PTX as text and the path of the CUBIN, compiled once."""
+    compile_ = cute.compile
+
+    @functools.cache
+    def compiled(spec):
+        folder = tmp_path_factory.mktemp("kernel")
+        with pytest.MonkeyPatch.context() as patch:
+            # the compiler takes the folder for what it keeps from the process's start, not from each call
+            patch.setattr(
+                cute, "compile", lambda *args, options: compile_(*args, options=f"{options} --dump-dir {folder}")
+            )
+            BUILDS[type(spec)](spec, keep=True)
+        (ptx,), (cubin,) = folder.glob("*.ptx"), folder.glob("*.cubin")  # sm_110a names its files sm_101a
+        return ptx.read_text(), cubin
+
+    return compiled
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_a_family_compiles(spec, artifacts):
+    ptx, cubin = artifacts(spec)
+    assert cubin.read_bytes()[:4] == b"\x7fELF", spec
+    assert not re.search(r"\.local\b", ptx), f"local memory: {spec}"
+    dependent = not spec.arch.startswith("sm_8")
+    for instruction in ("griddepcontrol.wait", "griddepcontrol.launch_dependents"):
+        assert (instruction in ptx) == dependent, f"{instruction}: {spec}"
+
+
+@pytest.mark.skipif(not CUOBJDUMP.is_file(), reason="the triton package and its cuobjdump are not installed")
+@pytest.mark.parametrize("spec", ALL)
+def test_a_family_spills_no_registers(spec, artifacts):
+    _, cubin = artifacts(spec)
+    done = subprocess.run([CUOBJDUMP, "--dump-resource-usage", cubin], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    usage = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", done.stdout)
+    assert usage, done.stdout
+    assert all(stack == local == "0" for _, stack, local in usage), f"(REG, STACK, LOCAL) {usage}: {spec}"
+
+
+def accesses(ptx: str, kind: str) -> set[int]:
+    """Bytes a thread of every load (ld) or store (st) of global memory; asynchronous copies are loads."""
+    found = re.findall(rf"\b{kind}\.global(?:\.v(\d))?\.[bsuf](\d+)\b", ptx)
+    widths = {int(count or 1) * int(bits) // 8 for count, bits in found}
+    if kind == "ld":
+        widths |= {int(bytes_) for bytes_ in re.findall(r"cp\.async\.c[ag]\.shared\.global [^;]*\], (\d+), ", ptx)}
+    return widths
+
+
+@pytest.mark.parametrize("arch", contract.ARCHITECTURES)
+@pytest.mark.parametrize(
+    "call, load, store, narrowest",
+    [
+        pytest.param(update(), 16, 16, 4, id="update"),  # two channels a thread: 4 bytes of x, 16 of the state
+        pytest.param(update(state="channel-last", rows=600), 16, 16, 16, id="update-channel-last"),
+        pytest.param(forward(), 16, 8, 8, id="forward-channel-last"),  # 8 bytes of x are faster than 16
+        pytest.param(forward(layout="channel-first"), 16, 16, 2, id="forward-channel-first"),  # the tail by elements
+        pytest.param(backward(), 16, 8, 2, id="backward-channel-last"),  # the window before a run by elements
+        pytest.param(backward(layout="channel-first"), 16, 16, 2, id="backward-channel-first"),
+    ],
+)
+def test_aligned_bf16_moves_in_wide_pieces(call, load, store, narrowest, arch, artifacts):
+    spec = next(iter(specifications(call, arch)))
+    ptx, _ = artifacts(spec)
+    loads, stores = accesses(ptx, "ld"), accesses(ptx, "st")
+    assert (max(loads), max(stores), min(loads | stores)) == (load, store, narrowest), (loads, stores, spec)
+
+
+def test_the_backward_copies_16_bytes_at_a_time(artifacts):
+    ptx, _ = artifacts(next(iter(specifications(backward()))))
+    assert set(re.findall(r"(cp\.async\.c\w)\.[^;]*, (\d+), ", ptx)) == {("cp.async.cg", "16")}
+
+
+# Calls that differ in sizes, strides and counts alone, within one family of alignment.
+SAME = {
+    "update": [update(rows=n, channels=d, sliced=n > 1) for n, d in ((1, 512), (8, 2048), (600, 64), (33, 8))],
+    "update-slots": [update(rows=n, channels=d, indices=True) for n, d in ((1, 64), (100, 512))],
+    "update-channel-last": [update(rows=n, channels=d, state="channel-last") for n, d in ((1, 64), (32, 4096))],
+    "update-channel-last-large": [
+        update(rows=n, channels=d, state="channel-last") for n, d in ((64, 4096), (256, 2048))
+    ],
+    "update-long-state": [update(rows=n, channels=d, state="long") for n, d in ((1, 64), (100, 512))],
+    "forward-small": [
+        forward(layout=layout, channels=d, size=size)
+        for layout, d, size in (("channel-last", 64, SMALL), ("sliced", 128, (1, 1)), ("channel-last", 8, (7, 333)))
+    ],
+    "forward-large": [
+        forward(layout=layout, channels=d, size=size, final=True)
+        for layout, d, size in (
+            ("channel-last", 64, LARGE),
+            ("sliced", 512, (1, 5000)),
+            ("channel-last", 256, (9, 999)),
+        )
+    ],
+    "forward-packed": [
+        forward(packing="int32", channels=d, size=size, initial=True, final=True, sequences=n)
+        for d, size, n in ((64, LARGE, 1), (512, (1, 5000), 100), (256, (1, 9999), 2))
+    ],
+    "forward-channel-first": [
+        forward(layout="channel-first", channels=d, size=size) for d, size in ((64, LARGE), (1, (1, 4096)))
+    ],
+    "backward": [
+        backward(layout=layout, channels=d, size=size)
+        for layout, d, size in (("channel-last", 64, LARGE), ("sliced", 128, (1, 8)), ("channel-last", 512, (9, 333)))
+    ],
+    "backward-packed": [
+        backward(packing="int64", channels=d, size=size, initial=True, sequences=n)
+        for d, size, n in ((64, LARGE, 1), (512, (1, 500), 100))
+    ],
+    "backward-channel-first": [
+        backward(layout="channel-first", channels=d, size=size) for d, size in ((64, LARGE), (3, (5, 8)))
+    ],
+    "states": [states(channels=d, size=size) for d, size in ((64, SMALL), (63, (5, 1)))],
+}
+
+
+@pytest.mark.parametrize("calls", SAME.values(), ids=list(SAME))
+def test_sizes_and_strides_are_no_part_of_a_specification(calls):
+    first, *others = (list(specifications(call)) for call in calls)
+    assert all(other == first for other in others)
+
+
+def test_a_second_call_compiles_nothing():
+    calls = [update(rows=1, channels=512), update(rows=100, channels=2048, sliced=True)]
+    # an architecture of which no other test keeps kernels
+    (spec, build), (again, _) = (next(iter(specifications(call, "sm_87").items())) for call in calls)
+    before = jit.compilations()
+    function = jit.get(spec, build)
+    assert jit.compilations() == before + 1
+    assert jit.get(again, build) is function
+    assert jit.compilations() == before + 1
+
+
+@pytest.mark.parametrize("arch", contract.ARCHITECTURES)
+def test_every_kernel_is_compiled_for_every_architecture(arch):
+    folder = pathlib.Path(jit.__file__).parent
+    kernel_files = {path.stem for path in folder.glob("*.py") if re.search("^def build", path.read_text(), re.M)}
+    assert {type(spec).__module__.rpartition(".")[2] for spec in FAMILIES if spec.arch == arch} == kernel_files
+
+
+def test_the_matrix_says_what_the_contracts_say():
+    table = matrix.load()
+    assert tuple(environment.ARCHITECTURES.values()) == contract.ARCHITECTURES
+    assert table.architectures.compiled == tuple(arch.removesuffix("a") for arch in contract.ARCHITECTURES)
+    assert set(table.architectures.run) <= set(table.architectures.compiled)
+    contracts = {found.op: found for found in vars(contract).values() if isinstance(found, contract.Contract)}
+    assert contracts.keys() <= table.operations.keys()
+    for operation, backends in table.operations.items():
+        limits = contracts.get(operation, contract.CONV)
+        assert backends.keys() == {"cute", "cpu"}
+        for support in backends.values():
+            assert support.dtypes == tuple(str(dtype).removeprefix("torch.") for dtype in limits.dtypes)
+            if operation in contracts:
+                extra = (str(dtype).removeprefix("torch.") for dtype in limits.parameter_dtypes)
+                assert support.parameter_dtypes == ("as x", *extra)
+                assert support.widths == tuple(range(limits.min_width, limits.max_width + 1))

@@ -1,0 +1,186 @@
+"""The recorder of routes: last, counts, recordings, one warning a kind, in one thread and in several."""
+
+import logging
+import threading
+
+import pytest
+from upstreams import run_python
+
+from accel import last_route, record_routes, reset_routes, routes
+from accel.routes import Route, record, route_counts
+
+NATIVE = Route("a", "update", "native", "cpu", None, "")
+OTHER = Route("b", "update", "native", "cute", None, "")
+FALLBACK = Route("a", "update", "fallback", None, "dtype", "x: expected torch.float32, got torch.float64")
+ERROR = Route("a", "update", "error", None, "ValueError", "no")
+
+
+@pytest.fixture(autouse=True)
+def nothing_recorded(monkeypatch):
+    """A recorder of its own for each test."""
+    monkeypatch.setattr(routes, "_all_counts", [])
+    monkeypatch.setattr(routes, "_logged", set())
+    monkeypatch.setattr(routes, "_thread", routes._Thread())
+
+
+def in_threads(count, function):
+    failures = []
+
+    def run():
+        try:
+            function()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+@pytest.mark.parametrize(
+    "route, text",
+    [(NATIVE, "native:cpu"), (OTHER, "native:cute"), (FALLBACK, "fallback:dtype"), (ERROR, "error:ValueError")],
+)
+def test_a_route_reads_well(route, text):
+    assert str(route) == text
+
+
+def test_the_last_route_is_of_a_target_or_of_any():
+    assert last_route() is None and last_route("a") is None
+    record(FALLBACK)
+    record(OTHER)
+    assert last_route() is OTHER and last_route("b") is OTHER
+    assert last_route("a") is FALLBACK and last_route("c") is None
+
+
+def test_the_last_route_is_of_a_thread():
+    record(NATIVE)
+
+    def other():
+        assert last_route() is None
+        record(OTHER)
+        assert last_route() is OTHER
+
+    in_threads(3, other)
+    assert last_route() is NATIVE
+
+
+def test_counts_of_all_threads_finished_ones_too():
+    gate = threading.Barrier(4)
+
+    def calls():
+        gate.wait()
+        for _ in range(500):
+            record(NATIVE)
+            route_counts()
+        record(FALLBACK)
+
+    in_threads(4, calls)
+    record(NATIVE)
+    assert route_counts() == {NATIVE: 2001, FALLBACK._replace(detail=""): 4}
+
+
+def test_counts_leave_the_detail_out():
+    record(FALLBACK)
+    record(FALLBACK._replace(detail="weight: expected torch.float32, got torch.float64"))
+    assert route_counts() == {FALLBACK._replace(detail=""): 2}
+
+
+def test_counts_are_a_copy():
+    record(NATIVE)
+    route_counts().clear()
+    assert route_counts() == {NATIVE: 1}
+
+
+def test_recordings_nest():
+    record(NATIVE)
+    with record_routes() as outer:
+        record(FALLBACK)
+        with record_routes() as inner:
+            record(OTHER)
+        record(NATIVE)
+        with record_routes() as empty:
+            pass
+        record(ERROR)
+    record(NATIVE)
+    assert outer == [FALLBACK, OTHER, NATIVE, ERROR] and inner == [OTHER] and empty == []
+
+
+def test_equal_recordings_end_one_by_one():
+    with record_routes() as outer:
+        with record_routes() as inner:
+            pass
+        record(NATIVE)
+    assert outer == [NATIVE] and inner == []
+
+
+def test_a_recording_ends_with_an_exception():
+    with pytest.raises(KeyError), record_routes() as seen:
+        record(NATIVE)
+        raise KeyError
+    record(OTHER)
+    assert seen == [NATIVE]
+
+
+def test_a_recording_is_of_its_thread():
+    with record_routes() as seen:
+        in_threads(2, lambda: record(OTHER))
+        record(NATIVE)
+    assert seen == [NATIVE]
+
+
+def test_one_warning_for_each_kind_of_fallback(caplog):
+    kinds = [
+        FALLBACK,
+        FALLBACK._replace(reason="shape"),
+        FALLBACK._replace(callable="other"),
+        FALLBACK._replace(target="b"),
+        ERROR,
+    ]
+    with caplog.at_level(logging.DEBUG, logger="accel"):
+        for kind in (*kinds, *kinds, NATIVE):
+            record(kind)
+    assert [entry.levelname for entry in caplog.records] == ["WARNING"] * 5 + ["DEBUG"] * 5
+    text = "a.update took fallback:dtype: x: expected torch.float32, got torch.float64"
+    assert caplog.records[0].getMessage().startswith(text) and "logged once" in caplog.records[0].getMessage()
+    assert caplog.records[5].getMessage() == text
+
+
+def test_one_warning_from_many_threads(caplog):
+    gate = threading.Barrier(8)
+
+    def fall_back():
+        gate.wait()
+        record(FALLBACK)
+
+    with caplog.at_level(logging.WARNING, logger="accel"):
+        in_threads(8, fall_back)
+    assert len(caplog.records) == 1
+
+
+def test_reset(caplog):
+    record(NATIVE)
+    in_threads(1, lambda: record(FALLBACK))
+    reset_routes()
+    assert route_counts() == {}
+    caplog.clear()
+    record(FALLBACK)
+    assert [entry.levelname for entry in caplog.records] == ["WARNING"]
+    assert route_counts() == {FALLBACK._replace(detail=""): 1}
+
+
+TWICE = """
+from accel.routes import Route, record
+for _ in range(2):
+    record(Route("a", "update", "fallback", None, "dtype", "why"))
+"""
+
+
+@pytest.mark.parametrize("level, lines", [("debug", 2), ("DEBUG", 2), ("", 1)])
+def test_the_environment_asks_for_all(level, lines):
+    done = run_python(TWICE, env={"ACCEL_LOG": level})
+    assert done.returncode == 0 and done.stdout == ""
+    assert [line.startswith("a.update took fallback:dtype: why") for line in done.stderr.splitlines()] == [True] * lines
