@@ -1,20 +1,22 @@
 """The one place that decides, before anything is computed or mutated, whether a call is native.
 
 Pure: reads metadata of the call and the facts of its device, touches no data. Limits come from the kernels' contracts.
-A check yields a Decline; `admit_*` takes the first, `explain` all of them.
+A check yields a Decline; `admit` takes the first, `explain` all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from accel.call import ROWS, BackwardCall, ConvCall, StatesCall, UpdateCall
 from accel.environment import DeviceFacts
 from accel.kernels.contract import CONV, UPDATE, Contract, is_channel_last
+from accel.memory import overlap, overlaps_itself
 from accel.reasons import Decline, Reason
 
 PLAIN = (Tensor, Parameter)
@@ -23,35 +25,21 @@ _functorch_level = torch._C._functorch.maybe_current_level
 
 
 def in_transform() -> bool:
-    """Whether this thread is inside a torch.func transform."""
-    return _functorch_level() is not None
+    """Whether this thread is inside a torch.func transform or forward-mode differentiation."""
+    return _functorch_level() is not None or forward_ad._current_level >= 0
 
 
-def admit_update(call: UpdateCall, facts: DeviceFacts) -> Decline | None:
+def admit(call: UpdateCall | ConvCall | BackwardCall | StatesCall, facts: DeviceFacts) -> Decline | None:
     """None where the call is native, else the first failed check."""
-    return next(update_checks(call, facts), None)
-
-
-def admit_conv(call: ConvCall, facts: DeviceFacts) -> Decline | None:
-    """None where the call is native, else the first failed check."""
-    return next(conv_checks(call, facts), None)
-
-
-def admit_backward(call: BackwardCall, facts: DeviceFacts) -> Decline | None:
-    """None where the call is native, else the first failed check."""
-    return next(backward_checks(call, facts), None)
-
-
-def admit_states(call: StatesCall, facts: DeviceFacts) -> Decline | None:
-    """None where the call is native, else the first failed check."""
-    return next(states_checks(call, facts), None)
+    return next(CHECKS[type(call)](call, facts), None)
 
 
 def update_checks(call: UpdateCall, facts: DeviceFacts) -> Iterator[Decline]:
     """Every failed check of an update."""
     x, form, state, weight, bias, residual, activation, cache_seqlens, indices, pad_slot_id = call
     tensors = (x, state, weight, bias, residual, cache_seqlens, indices)
-    yield from _device_checks(_UPDATE_NAMES, tensors, facts)
+    if not (yield from _device_checks(_UPDATE_NAMES, tensors, facts)):
+        return
     if cache_seqlens is not None:
         yield Decline(Reason.UNSUPPORTED_ARGUMENT, "cache_seqlens", "None", "a circular buffer", NotImplementedError)
     if torch.is_grad_enabled():
@@ -95,7 +83,7 @@ def update_checks(call: UpdateCall, facts: DeviceFacts) -> Iterator[Decline]:
         return
     if indices is None and state.shape[0] != n:
         yield Decline(Reason.SHAPE, "conv_state", f"{n} slots, one a row", _list(state.shape))
-    if 0 in state.stride() and any(s == 0 and e > 1 for s, e in zip(state.stride(), state.shape, strict=True)):
+    if overlaps_itself(state):
         yield Decline(Reason.LAYOUT, "conv_state", "memory of its own for each element", f"strides {state.stride()}")
 
 
@@ -107,22 +95,34 @@ def _shape_error(x: Tensor, form: str) -> type[Exception]:
     return NotImplementedError if form == "ND1" and x.dim() == 3 and x.shape[2] > 1 else ValueError
 
 
-def _device_checks(names: tuple[str, ...], tensors: tuple[Tensor | None, ...], facts: DeviceFacts) -> Iterator[Decline]:
+def _device_checks(
+    names: tuple[str, ...], tensors: tuple[Tensor | None, ...], facts: DeviceFacts
+) -> Generator[Decline, None, bool]:
+    """Checks of every tensor alone; returns whether all are plain, so that their metadata can be asked for."""
+    plain = True
     if facts.disabled:
         yield Decline(Reason.DISABLED, "ACCEL_DISABLE", "unset", "1", NotImplementedError)
     if in_transform():
         yield Decline(Reason.FUNCTORCH, "x", "no torch.func transform", "a transform", NotImplementedError)
     device = facts.device
     for name, tensor in zip(names, tensors, strict=True):
-        if tensor is not None:
-            if type(tensor) not in PLAIN:
-                found = type(tensor).__name__
+        if tensor is None:
+            if name == "weight":
+                yield Decline(Reason.UNSUPPORTED_ARGUMENT, name, "a tensor", "None", TypeError)
+                plain = False
+        else:
+            if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_nested:
+                plain = False
+                found = type(tensor).__name__ if type(tensor) not in PLAIN else "a sparse or nested one"
                 yield Decline(Reason.TENSOR_SUBCLASS, name, "a plain tensor", found, TypeError)
+            elif tensor.is_neg():
+                yield Decline(Reason.LAYOUT, name, "memory that holds its values", "a negated view")
             elif tensor.device != device:
                 yield Decline(Reason.DEVICE, name, f"a tensor on {device}", f"one on {tensor.device}")
     if facts.backend is None:
         reason = Reason.ARCH if device.type == "cuda" else Reason.DEVICE
         yield Decline(reason, "x", "a device that a backend serves", facts.detail, NotImplementedError)
+    return plain
 
 
 def _parameter_checks(
@@ -159,7 +159,8 @@ def conv_checks(call: ConvCall, facts: DeviceFacts) -> Iterator[Decline]:
     """Every failed check of a full-sequence call."""
     x, weight, bias, residual, activation, cu_seqlens, seq_idx, initial, _, final, state_len, _, channel_last = call
     tensors = (x, weight, bias, residual, cu_seqlens, seq_idx, initial, final)
-    yield from _device_checks(_CONV_NAMES, tensors, facts)
+    if not (yield from _device_checks(_CONV_NAMES, tensors, facts)):
+        return
     if x.dim() != 3:
         yield Decline(Reason.SHAPE, "x", "[B, D, T]", _list(x.shape))
         return
@@ -200,18 +201,20 @@ def conv_checks(call: ConvCall, facts: DeviceFacts) -> Iterator[Decline]:
             yield Decline(Reason.DTYPE, name, f"x's dtype {x.dtype}", f"{state.dtype}", TypeError)
         if state.dim() != 3 or state.shape[:2] != (n, d) or state.shape[2] < history:
             yield Decline(Reason.SHAPE, name, f"[{n}, {d}, L >= {history}]", _list(state.shape))
-    if state_len < history:
+    if type(state_len) is not int:
+        yield Decline(Reason.UNSUPPORTED_ARGUMENT, "state_len", "an int", type(state_len).__name__, TypeError)
+    elif state_len < history:
         yield Decline(Reason.SHAPE, "state_len", f"at least W - 1 = {history}", f"{state_len}")
     if final is not None:
         if not call.return_final_states:
             yield Decline(Reason.UNSUPPORTED_ARGUMENT, "final_states_out", "return_final_states=True", "False")
         if final.dim() == 3 and final.shape[2] != state_len:
             yield Decline(Reason.SHAPE, "final_states_out", f"{state_len} columns", _list(final.shape))
-        if any(s == 0 and e > 1 for s, e in zip(final.stride(), final.shape, strict=True)):
+        if overlaps_itself(final):
             found = f"strides {final.stride()}"
             yield Decline(Reason.LAYOUT, "final_states_out", "memory of its own for each element", found)
         for name, other in zip(_CONV_NAMES[:-1], tensors[:-1], strict=True):
-            if other is not None and _overlap(final, other):
+            if other is not None and overlap(final, other):
                 found = f"memory shared with {name}"
                 yield Decline(Reason.LAYOUT, "final_states_out", "memory of its own", found)
 
@@ -225,11 +228,12 @@ def backward_checks(call: BackwardCall, facts: DeviceFacts) -> Iterator[Decline]
     yield from conv_checks(forward, facts)
     if x.dim() != 3:
         return
-    n = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    n = x.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
     for name, gradient, shape in (("dy", dy, x.shape), ("dfinal_states", dfinal, (n, x.shape[1], state_len))):
         if gradient is None:
             continue
-        yield from _device_checks((name,), (gradient,), facts)
+        if not (yield from _device_checks((name,), (gradient,), facts)):
+            return
         if gradient.shape != shape:
             yield Decline(Reason.SHAPE, name, _list(shape), _list(gradient.shape))
         if gradient.dtype != x.dtype:
@@ -239,7 +243,8 @@ def backward_checks(call: BackwardCall, facts: DeviceFacts) -> Iterator[Decline]
 def states_checks(call: StatesCall, facts: DeviceFacts) -> Iterator[Decline]:
     """Every failed check of a call for the last tokens of each sequence."""
     x, initial, cu_seqlens, state_len, _ = call
-    yield from _device_checks(("x", "initial_states", "cu_seqlens"), (x, initial, cu_seqlens), facts)
+    if not (yield from _device_checks(("x", "initial_states", "cu_seqlens"), (x, initial, cu_seqlens), facts)):
+        return
     if x.dim() != 3:
         yield Decline(Reason.SHAPE, "x", "[B, D, T]", _list(x.shape))
         return
@@ -249,7 +254,9 @@ def states_checks(call: StatesCall, facts: DeviceFacts) -> Iterator[Decline]:
     if cu_seqlens is not None:
         yield from _packed_checks("x", x, cu_seqlens)
         n = cu_seqlens.shape[0] - 1 if cu_seqlens.dim() == 1 else -1
-    if state_len < 1:
+    if type(state_len) is not int:
+        yield Decline(Reason.UNSUPPORTED_ARGUMENT, "state_len", "an int", type(state_len).__name__, TypeError)
+    elif state_len < 1:
         yield Decline(Reason.SHAPE, "state_len", "at least 1", f"{state_len}")
     if initial is not None:
         if initial.dtype != x.dtype:
@@ -272,13 +279,9 @@ def _packed_checks(name: str, x: Tensor, cu_seqlens: Tensor) -> Iterator[Decline
 _CONV_NAMES = ("x", "weight", "bias", "residual", "cu_seqlens", "seq_idx", "initial_states", "final_states_out")
 
 
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    # byte ranges, not storages: one address may be wrapped in two storages
-    if a.numel() == 0 or b.numel() == 0:
-        return False
-    return a.data_ptr() < _end(b) and b.data_ptr() < _end(a)
-
-
-def _end(tensor: Tensor) -> int:
-    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr() + (last + 1) * tensor.element_size()
+CHECKS = {
+    UpdateCall: update_checks,
+    ConvCall: conv_checks,
+    BackwardCall: backward_checks,
+    StatesCall: states_checks,
+}

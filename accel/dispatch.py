@@ -14,26 +14,24 @@ from accel import admission, environment
 from accel.call import BackwardCall, ConvCall, StatesCall, UpdateCall
 from accel.ops import conv, update
 from accel.reasons import Decline, Reason
-from accel.routes import Route, profiler_range, profiling, record
+from accel.routes import Route, amend, profiler_range, profiling, record
 
 
 class Operation(NamedTuple):
     """What serves one kind of call.
 
-    prepare(call, facts) admits: a Decline, or what run(call, facts, plan) needs besides; checks(call, facts) are all
-    failed checks.
+    prepare(call, facts) admits: a Decline, or what run(call, facts, plan) needs besides.
     """
 
     prepare: Callable
-    checks: Callable
     run: Callable
 
 
 OPERATIONS: dict[type, Operation] = {
-    UpdateCall: Operation(update.prepare, admission.update_checks, update.run),
-    ConvCall: Operation(admission.admit_conv, admission.conv_checks, conv.run),
-    BackwardCall: Operation(admission.admit_backward, admission.backward_checks, conv.backward),
-    StatesCall: Operation(admission.admit_states, admission.states_checks, conv.run_states),
+    UpdateCall: Operation(update.prepare, update.run),
+    ConvCall: Operation(admission.admit, conv.run),
+    BackwardCall: Operation(admission.admit, conv.backward),
+    StatesCall: Operation(admission.admit, conv.run_states),
 }
 
 
@@ -97,14 +95,15 @@ def run(binding: Binding, args: tuple, kwargs: dict) -> Any:
                 return binding.adapter.give(operation.run(call, facts, plan), call)
         return binding.adapter.give(operation.run(call, facts, plan), call)
     except Exception as error:
-        record(Route(binding.target, binding.callable, "error", None, type(error).__name__, str(error)))
+        route = Route(binding.target, binding.callable, "error", None, type(error).__name__, str(error))
+        amend(binding.native[facts.backend], route)
         raise
 
 
 def _read(binding: Binding, args: tuple, kwargs: dict) -> Any:
     try:
         return binding.adapter.read(*args, **kwargs)
-    except (TypeError, AttributeError, RuntimeError) as error:
+    except Exception as error:
         # arguments that do not bind, a non-tensor, a view that would copy: the original answers in its own words
         return Decline(Reason.UNSUPPORTED_ARGUMENT, "arguments", "the upstream's signature", str(error))
 
@@ -140,7 +139,7 @@ def explain(function: Callable, *args: Any, **kwargs: Any) -> Explanation:
         failed = (call,)
     else:
         facts = environment.facts(call.x.device)
-        failed = tuple(binding.operation.checks(call, facts))
+        failed = tuple(admission.CHECKS[type(call)](call, facts))
     if failed:
         first = failed[0]
         return Explanation(

@@ -42,11 +42,15 @@ class _Thread(threading.local):
         self.recordings: list[list[Route]] = []
         self.counts: Counter[Route] = Counter()
         with _lock:
-            _all_counts.append(self.counts)
+            for thread, counts in list(_counts.items()):
+                if not thread.is_alive():
+                    _finished.update(_counts.pop(thread, counts))
+            _counts[threading.current_thread()] = self.counts
 
 
 _lock = threading.Lock()
-_all_counts: list[Counter[Route]] = []
+_counts: dict[threading.Thread, Counter[Route]] = {}
+_finished: Counter[Route] = Counter()  # of the threads that have ended
 _logged: set[tuple[str, str, str | None]] = set()
 _thread = _Thread()
 
@@ -62,13 +66,24 @@ def record(route: Route) -> None:
         _log_once(route)
 
 
+def amend(route: Route, instead: Route) -> None:
+    """The call that was noted as `route` went wrong: note what happened in its place."""
+    thread = _thread
+    thread.counts[route] -= 1
+    for recording in thread.recordings:
+        if route in recording:
+            del recording[len(recording) - 1 - recording[::-1].index(route)]
+    record(instead)
+
+
 def _log_once(route: Route) -> None:
     kind = (route.target, route.callable, route.reason)
-    if kind in _logged:
+    with _lock:
+        known = kind in _logged
+        _logged.add(kind)
+    if known:
         log.debug("%s.%s took %s: %s", route.target, route.callable, route, route.detail)
         return
-    with _lock:
-        _logged.add(kind)
     log.warning(
         "%s.%s took %s: %s (logged once for each reason; accel.route_counts() has all)",
         route.target,
@@ -85,18 +100,18 @@ def last_route(target: str | None = None) -> Route | None:
 
 def route_counts() -> dict[Route, int]:
     """How often each route was taken, in all threads, by target, callable, path, backend and reason."""
-    total: Counter[Route] = Counter()
     with _lock:
-        counters = list(_all_counts)
+        counters = [_finished, *_counts.values()]
+    total: Counter[Route] = Counter()
     for counter in counters:
         total.update(counter.copy())
-    return dict(total)
+    return dict(+total)
 
 
 def reset_routes() -> None:
     """Zero the counters and forget which fallbacks were logged."""
     with _lock:
-        for counter in _all_counts:
+        for counter in (_finished, *_counts.values()):
             counter.clear()
         _logged.clear()
 

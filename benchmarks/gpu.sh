@@ -13,8 +13,14 @@ mkdir -p "$OUT"
 export TRITON_CACHE_DIR=/tmp/triton-cache FLA_CACHE_RESULTS=1 PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false TYPER_STANDARD_TRACEBACK=1
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export ACCEL_COMMIT=${ACCEL_COMMIT:-$(cat .gpu/commit 2>/dev/null || git rev-parse HEAD 2>/dev/null || true)}
+export PATH=$PATH:/usr/local/cuda/bin
+# tests/upstreams.py installs other FLA releases from these wheels
+[ -d .gpu/upstreams ] && export PIP_NO_INDEX=1 PIP_NO_COMPILE=1 PIP_FIND_LINKS=$PWD/.gpu/upstreams ACCEL_TEST_CACHE=/tmp/accel-tests
 log=$OUT/log.txt
 summary=$OUT/summary.txt
+# tests/sanitize.py in eight processes under one tool; 123 where one of them fails
+sanitize="env PYTORCH_NO_CUDA_MEMORY_CACHING=1 xargs -P 8 -I{} compute-sanitizer --error-exitcode 9 --report-api-errors no"
+parts="python3 tests/sanitize.py --part {}/8 < <(seq 0 7)"
 
 step() { # NAME -> its default limit in seconds and its command
   case $1 in
@@ -22,6 +28,10 @@ step() { # NAME -> its default limit in seconds and its command
     doctor) limit=60 command="python3 -m accel doctor" ;;
     tests) limit=400 command="python3 -m pytest -q -x -m gpu tests" ;;
     tests-all) limit=500 command="python3 -m pytest -q -m gpu tests" ;;
+    parity) limit=420 command="python3 -m pytest -q -m gpu -n 6 tests/test_upstream.py" ;;
+    fla-tests) limit=300 command="env FLA_ROUTES=$OUT/fla-tests.json python3 -m pytest -q -n 12 .gpu/fla_tests" ;;
+    memcheck) limit=300 command="$sanitize --tool memcheck --padding 1024 $parts" ;;
+    racecheck) limit=300 command="$sanitize --tool racecheck $parts" ;;
     decode) limit=240 command="python3 -m benchmarks.decode --out $OUT/decode.json" ;;
     decode-quick) limit=180 command="python3 -m benchmarks.decode --quick --out $OUT/decode.json" ;;
     decode-ours) limit=90 command="python3 -m benchmarks.decode --quick --only accel --out $OUT/decode-ours.json" ;;

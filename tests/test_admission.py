@@ -91,11 +91,11 @@ def good_states():
 
 
 GOOD = {
-    "update": (good_update, admission.update_checks, admission.admit_update),
-    "packed": (good_packed, admission.conv_checks, admission.admit_conv),
-    "indexed": (good_indexed, admission.conv_checks, admission.admit_conv),
-    "backward": (good_backward, admission.backward_checks, admission.admit_backward),
-    "states": (good_states, admission.states_checks, admission.admit_states),
+    "update": (good_update, admission.update_checks, admission.admit),
+    "packed": (good_packed, admission.conv_checks, admission.admit),
+    "indexed": (good_indexed, admission.conv_checks, admission.admit),
+    "backward": (good_backward, admission.backward_checks, admission.admit),
+    "states": (good_states, admission.states_checks, admission.admit),
 }
 
 
@@ -427,7 +427,7 @@ def test_disabled_by_the_environment(monkeypatch):
     finally:
         monkeypatch.undo()
         environment.forget()
-    assert admission.admit_update(good_update(), environment.facts(CPU)) is None
+    assert admission.admit(good_update(), environment.facts(CPU)) is None
 
 
 class NothingRuns(TorchDispatchMode):
@@ -525,7 +525,7 @@ for dtype in UPDATE.dtypes:
 @pytest.mark.parametrize("name", SERVED)
 def test_other_good_updates_are_admitted(name, backend):
     call = good_update()
-    assert admission.admit_update(call._replace(**SERVED[name](call)), made_up(backend)) is None
+    assert admission.admit(call._replace(**SERVED[name](call)), made_up(backend)) is None
 
 
 def layout(tensor, address):
@@ -579,7 +579,7 @@ def test_a_kept_decision_hides_no_reason(name, searches):
     for _ in range(2):
         decline = row.inside(lambda: update.prepare(bad, facts))
         assert isinstance(decline, Decline) and decline.reason is row.reason
-        assert decline == row.inside(lambda: admission.admit_update(bad, facts))
+        assert decline == row.inside(lambda: admission.admit(bad, facts))
     assert update.prepare(call, facts) == expected_kernel(call)
     assert len(searches) == 1 and len(facts.plans) == 1
 

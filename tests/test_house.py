@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 # Ground first. A module imports from its own floor and from those below.
 FLOORS = (
-    ("call", "errors", "reasons", "environment", "triton_cpu"),
+    ("call", "errors", "memory", "reasons", "environment", "triton_cpu"),
     (
         "kernels",
         "kernels.contract",

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections import Counter
 
 import pytest
 from upstreams import run_python
@@ -18,7 +19,8 @@ ERROR = Route("a", "update", "error", None, "ValueError", "no")
 @pytest.fixture(autouse=True)
 def nothing_recorded(monkeypatch):
     """A recorder of its own for each test."""
-    monkeypatch.setattr(routes, "_all_counts", [])
+    monkeypatch.setattr(routes, "_counts", {})
+    monkeypatch.setattr(routes, "_finished", Counter())
     monkeypatch.setattr(routes, "_logged", set())
     monkeypatch.setattr(routes, "_thread", routes._Thread())
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from accel import cpu
-from accel.admission import admit_conv, admit_states
+from accel.admission import admit
 from accel.call import BackwardCall, ConvCall, StatesCall
 from accel.environment import DeviceFacts
 from accel.kernels.contract import is_channel_last
@@ -65,7 +65,8 @@ def causal_conv1d(
     """
     facts = facts_of(x)
     if state_len is None:
-        state_len = weight.shape[-1] - 1 if final_states_out is None else final_states_out.shape[-1]
+        like = weight if final_states_out is None else final_states_out
+        state_len = like.shape[-1] - (like is weight) if isinstance(like, Tensor) and like.dim() else 0
     call = ConvCall(
         x,
         weight,
@@ -81,7 +82,7 @@ def causal_conv1d(
         False,
         False,
     )
-    _refuse("causal_conv1d", admit_conv(call, facts))
+    _refuse("causal_conv1d", admit(call, facts))
     return run(call, facts)
 
 
@@ -102,7 +103,7 @@ def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -
     if x.dim() != 2:
         raise ValueError(f"causal_conv1d_varlen_states: x: expected [T, D], got {list(x.shape)}")
     call = StatesCall(x.detach().t().unsqueeze(0), None, cu_seqlens, state_len, False)
-    _refuse("causal_conv1d_varlen_states", admit_states(call, facts))
+    _refuse("causal_conv1d_varlen_states", admit(call, facts))
     return run_states(call, facts)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from accel import cpu
-from accel.admission import PLAIN, admit_update, in_transform
+from accel.admission import PLAIN, admit, in_transform
 from accel.call import UpdateCall
 from accel.environment import DeviceFacts
 from accel.ops.door import facts_of, kernels
@@ -78,7 +78,7 @@ def prepare(call: UpdateCall, facts: DeviceFacts) -> Callable | None | Decline:
     plan = facts.plans.get(key)
     if plan is not None:
         return plan
-    decline = admit_update(call, facts)
+    decline = admit(call, facts)
     if decline is not None:
         return decline
     if facts.backend != "cute" or x.numel() == 0:
@@ -109,6 +109,8 @@ def run(call: UpdateCall, facts: DeviceFacts, plan: Callable | None) -> Tensor:
 def _key(call: UpdateCall) -> tuple | None:
     """The metadata of a call whose addresses allow the widest accesses; None where the call has to be looked at."""
     x, form, state, weight, bias, residual, activation, _, indices, _ = call
+    if activation is not None and type(activation) is not str:
+        return None
     if type(x) not in PLAIN or type(state) not in PLAIN or type(weight) not in PLAIN:
         return None
     if (

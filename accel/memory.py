@@ -1,0 +1,28 @@
+"""Where the elements of tensors lie, from their metadata alone. Ground floor: torch only."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether two elements of a tensor may share memory."""
+    reach = 0
+    for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if extent > 1:
+            if stride <= reach:
+                return True
+            reach += (extent - 1) * stride
+    return False
+
+
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors may share memory: by byte ranges, for one address may be wrapped in two storages."""
+    if a.numel() == 0 or b.numel() == 0:
+        return False
+    return a.data_ptr() < _end(b) and b.data_ptr() < _end(a)
+
+
+def _end(tensor: Tensor) -> int:
+    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr() + (last + 1) * tensor.element_size()
