@@ -80,7 +80,10 @@ def run(binding: Binding, args: tuple, kwargs: dict) -> Any:
     """Serve one call of a swapped callable."""
     if not binding.live:
         return binding.original(*args, **kwargs)
-    call = _read(binding, args, kwargs)
+    try:
+        call = binding.adapter.read(*args, **kwargs)
+    except Exception as error:
+        call = _unreadable(error)
     if type(call) is Decline:
         return _fall_back(binding, call, args, kwargs)
     facts = environment.facts(call.x.device)
@@ -100,12 +103,9 @@ def run(binding: Binding, args: tuple, kwargs: dict) -> Any:
         raise
 
 
-def _read(binding: Binding, args: tuple, kwargs: dict) -> Any:
-    try:
-        return binding.adapter.read(*args, **kwargs)
-    except Exception as error:
-        # arguments that do not bind, a non-tensor, a view that would copy: the original answers in its own words
-        return Decline(Reason.UNSUPPORTED_ARGUMENT, "arguments", "the upstream's signature", str(error))
+def _unreadable(error: Exception) -> Decline:
+    # arguments that do not bind, a non-tensor, a view that would copy: the original answers in its own words
+    return Decline(Reason.UNSUPPORTED_ARGUMENT, "arguments", "the upstream's signature", str(error))
 
 
 def _fall_back(binding: Binding, decline: Decline, args: tuple, kwargs: dict) -> Any:
@@ -134,7 +134,10 @@ def explain(function: Callable, *args: Any, **kwargs: Any) -> Explanation:
     binding = getattr(function, "__accel__", None)
     if not isinstance(binding, Binding):
         raise ValueError(f"function: expected a callable that accel has swapped, got {function!r}")
-    call = _read(binding, args, kwargs)
+    try:
+        call = binding.adapter.read(*args, **kwargs)
+    except Exception as error:
+        call = _unreadable(error)
     if type(call) is Decline:
         failed = (call,)
     else:

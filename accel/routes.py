@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -40,7 +40,7 @@ class _Thread(threading.local):
     def __init__(self):
         self.last: dict[str | None, Route] = {}
         self.recordings: list[list[Route]] = []
-        self.counts: Counter[Route] = Counter()
+        self.counts: defaultdict[Route, int] = defaultdict(int)
         with _lock:
             for thread, counts in list(_counts.items()):
                 if not thread.is_alive():
@@ -49,7 +49,7 @@ class _Thread(threading.local):
 
 
 _lock = threading.Lock()
-_counts: dict[threading.Thread, Counter[Route]] = {}
+_counts: dict[threading.Thread, defaultdict[Route, int]] = {}
 _finished: Counter[Route] = Counter()  # of the threads that have ended
 _logged: set[tuple[str, str, str | None]] = set()
 _thread = _Thread()
@@ -57,12 +57,14 @@ _thread = _Thread()
 
 def record(route: Route) -> None:
     """Note the route of the call that this thread is about to make."""
+    target, _, path, _, _, detail = route
     thread = _thread
-    thread.last[None] = thread.last[route.target] = route
-    thread.counts[route._replace(detail="") if route.detail else route] += 1
+    last = thread.last
+    last[None] = last[target] = route
+    thread.counts[route._replace(detail="") if detail else route] += 1
     for recording in thread.recordings:
         recording.append(route)
-    if route.path != "native":
+    if path != "native":
         _log_once(route)
 
 

@@ -147,7 +147,7 @@ class ConvBackwardFirst:
         spec = self.spec
         width, halo, tokens = spec.width, self.halo, mX.shape[2]
         malformed = Int32(0)
-        starts, rIndex = Int32(0), None
+        starts, rSame = Int32(0), None
         if const_expr(spec.packing == "cu_seqlens"):
             malformed = mWords[0]
             starts = load_starts(mWords, t, halo, ROWS)
@@ -156,7 +156,7 @@ class ConvBackwardFirst:
             if malformed != 0:
                 starts = Int32(0)
         if const_expr(spec.packing == "seq_idx"):
-            rIndex = load_indices(mSeqIdx, b, t, halo, ROWS + halo)
+            rSame = same_sequence(load_indices(mSeqIdx, b, t, halo, ROWS + halo), halo, ROWS + halo)
         rX = cute.make_rmem_tensor(3 * ROWS, mX.element_type)  # rows -8 .. 15
         rDy = cute.make_rmem_tensor(2 * ROWS, mX.element_type)  # rows 0 .. 15
         load_eight(mX, rX, b, d, t - ROWS, 0, spec.align_x)
@@ -180,7 +180,7 @@ class ConvBackwardFirst:
         for start in cutlass.range_constexpr(0, ROWS + halo, group):
             count = min(group, ROWS + halo - start)
             self.row_gradients(
-                mBias, mInitial, mCu, rX, rDy, rW, rG, rSum, starts, rIndex, d, t, tokens, malformed, start, count
+                mBias, mInitial, mCu, rX, rDy, rW, rG, rSum, starts, rSame, d, t, tokens, malformed, start, count
             )
         for i in cutlass.range_constexpr(ROWS + halo):
             rG[i] = rG[i] + poison
@@ -193,7 +193,7 @@ class ConvBackwardFirst:
         for k in cutlass.range_constexpr(1, width):
             for i in cutlass.range_constexpr(ROWS):
                 share = rG[i + k]
-                if not self.is_valid(starts, rIndex, i + k, k):
+                if not self.is_valid(starts, rSame, i + k, k):
                     share = Float32(0.0)
                 rDx[i] = rDx[i] + share * rW[width - 1 - k]
         if const_expr(spec.needs_x):
@@ -211,7 +211,7 @@ class ConvBackwardFirst:
 
     @cute.jit
     def row_gradients(
-        self, mBias, mInitial, mCu, rX, rDy, rW, rG, rSum, starts: Int32, rIndex, d: Int32, t: Int32,
+        self, mBias, mInitial, mCu, rX, rDy, rW, rG, rSum, starts: Int32, rSame, d: Int32, t: Int32,
         tokens: Int32, malformed: Int32, start: cutlass.Constexpr[int], count: cutlass.Constexpr[int],
     ):  # fmt: skip
         """g of rows start .. start + count, and the share of those that are the thread's own in the sums."""
@@ -228,7 +228,7 @@ class ConvBackwardFirst:
             for k in cutlass.range_constexpr(width):
                 value = to_float(rX, ROWS + row - k)
                 if const_expr(k > 0):
-                    if not self.is_valid(starts, rIndex, row, k):
+                    if not self.is_valid(starts, rSame, row, k):
                         value = Float32(0.0)
                 rTap[i * width + k] = value
             if const_expr(spec.has_initial and spec.packing == "cu_seqlens"):
@@ -244,7 +244,7 @@ class ConvBackwardFirst:
         for i in cutlass.range_constexpr(count):
             row = start + i
             if const_expr(spec.packing == "seq_idx"):
-                if rIndex[halo + row] < 0:
+                if rSame[row] & 1 == 0:
                     rPart[i] = Float32(0.0)
             rG[row] = rPart[i]
             if const_expr(row < ROWS and spec.needs_parameters):
@@ -253,12 +253,12 @@ class ConvBackwardFirst:
                 if const_expr(spec.bias_dtype is not None):
                     rSum[width] = rSum[width] + rPart[i]
 
-    def is_valid(self, starts: Int32, rIndex, i: int, k: int) -> Boolean:
+    def is_valid(self, starts: Int32, rSame, i: int, k: int) -> Boolean:
         """Whether the token k rows before row i is in its sequence; tokens before the first are 0 anyway."""
         if const_expr(self.spec.packing == "cu_seqlens"):
             return tap_is_valid(starts, i, k, self.halo)
         if const_expr(self.spec.packing == "seq_idx"):
-            return rIndex[self.halo + i - k] == rIndex[self.halo + i]
+            return (rSame[i] >> k) & 1 != 0
         return Boolean(True)
 
     @cute.jit
@@ -288,6 +288,16 @@ class ConvBackwardFirst:
                 column = t + i - end + mDFinal.shape[2]
                 if column >= 0:
                     rDx[i] = rDx[i] + mDFinal[n, d, column].to(Float32)
+
+
+def same_sequence(rIndex: cute.Tensor, halo: int, rows: int) -> cute.Tensor:
+    """Of each row, bit k: the token k rows back has its index; bit 0: the row is no padding."""
+    rSame = cute.make_rmem_tensor(rows, Int32)
+    for i in range(rows):
+        rSame[i] = Int32(rIndex[halo + i] >= 0)
+        for k in range(1, halo + 1):
+            rSame[i] = rSame[i] | (Int32(rIndex[halo + i - k] == rIndex[halo + i]) << k)
+    return rSame
 
 
 @cute.jit

@@ -466,7 +466,7 @@ def specify(call, dy, dx, needs_parameters: bool, arch: str) -> BackwardSpec:
     x, weight = call.x, call.weight
     d = x.shape[1]
     size = x.element_size()
-    widest = 8 // size if weight.shape[1] <= 6 else 2  # registers hold no more
+    widest = 8 // size if weight.shape[1] <= 5 else 2  # registers hold no more
     vec = 1 if d & 1 else widest if d % widest == 0 else 2
     weight_rows = weight.stride() == (weight.shape[1], 1)
     row = 32 * vec * size

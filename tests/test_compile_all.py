@@ -242,6 +242,7 @@ def table() -> Iterator[Any]:
         ("channel-last", "channel-first"), (6, 8), ("dense", "int32", "seq_idx")
     ):
         yield backward(width=width, packing=packing, layout=layout, **everything)
+    yield backward(width=6, shift=1, dy="transposed", weight_rows=False, **everything)
 
 
 def few() -> Iterator[Any]:

@@ -18,7 +18,7 @@ from accel.reasons import Decline, Reason
 
 def _read_update(x, cache, residual=None, weight=None, bias=None, activation=None) -> UpdateCall:
     # x is [N, D], [1, N, D] or [N, 1, D]
-    form = "ND" if x.dim() == 2 else "1ND" if x.shape[0] == 1 else "N1D"
+    form = "ND" if x.dim() == 2 else "1ND" if x.size(0) == 1 else "N1D"
     return UpdateCall(x, form, cache, weight, bias, residual, activation, None, None, -1)
 
 

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import NoneType
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from accel import cpu
-from accel.admission import PLAIN, admit, in_transform
+from accel.admission import admit
 from accel.call import UpdateCall
 from accel.environment import DeviceFacts
 from accel.ops.door import facts_of, kernels
 from accel.reasons import Decline
 
-MAX_PLANS = 4096  # kept per device; a server with that many batch sizes starts over
+try:
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:  # private to torch; without it every call asks admission
+    TensorGuards = None
+
+MAX_PLANS = 32  # kept of one kind of call and device
 
 
 def causal_conv1d_update(
@@ -70,14 +77,22 @@ def causal_conv1d_update(
 def prepare(call: UpdateCall, facts: DeviceFacts) -> Callable | None | Decline:
     """Admit a call and find the compiled kernel for it, or the failed check; None where no kernel is needed.
 
-    A decode step repeats the same metadata thousands of times: the answer is kept by it. What metadata does not say,
-    transforms and addresses, is looked at in every call.
+    A decode step repeats the same metadata thousands of times, so an answer is kept behind a guard that compares the
+    metadata, dispatch keys included, in C++. What it does not see is looked at in every call: addresses, forward-mode
+    differentiation, and what is part of the kind.
     """
-    x, form, state, weight, bias, residual, activation, cache_seqlens, indices, pad_slot_id = call
-    key = None if cache_seqlens is not None or in_transform() else _key(call)
-    plan = facts.plans.get(key)
-    if plan is not None:
-        return plan
+    x, form, state, weight, bias, residual, activation, cache_seqlens, indices, _ = call
+    known = None
+    if TensorGuards is not None and state is not None and cache_seqlens is None and type(activation) in (str, NoneType):
+        kind = (form, activation, bias is None, residual is None, indices is None, torch.is_grad_enabled())
+        tensors = (x, state, weight)
+        if bias is not None or residual is not None or indices is not None:
+            tensors = tuple(tensor for tensor in (*tensors, bias, residual, indices) if tensor is not None)
+        known = facts.plans.get(kind)
+        if known is not None and forward_ad._current_level < 0:
+            plan = _kept(known, tensors)
+            if plan is not None:
+                return plan
     decline = admit(call, facts)
     if decline is not None:
         return decline
@@ -86,11 +101,29 @@ def prepare(call: UpdateCall, facts: DeviceFacts) -> Callable | None | Decline:
     plan = kernels().conv_update.find(
         x, form, state, weight, bias, residual, indices, activation is not None, facts.arch
     )
-    if key is not None:
-        if len(facts.plans) >= MAX_PLANS:
-            facts.plans.clear()
-        facts.plans[key] = plan
+    if TensorGuards is not None and state is not None and _aligned(tensors):
+        guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        # the newest first, and only so many: a server with more batch sizes than that asks admission now and then
+        facts.plans[kind] = [(guards, plan), *(known or ())][:MAX_PLANS]
     return plan
+
+
+def _kept(known: list, tensors: tuple[Tensor, ...]) -> Callable | None:
+    for guards, plan in known:
+        try:
+            if guards.check(*tensors):
+                return plan if _aligned(tensors) else None
+        except TypeError:  # not a tensor: admission says which
+            return None
+    return None
+
+
+def _aligned(tensors: tuple[Tensor, ...]) -> bool:
+    """Whether the widest accesses are allowed, as they were when a plan was kept."""
+    bits = 0
+    for tensor in tensors:
+        bits |= tensor.data_ptr()
+    return not bits & 15
 
 
 def run(call: UpdateCall, facts: DeviceFacts, plan: Callable | None) -> Tensor:
@@ -104,35 +137,3 @@ def run(call: UpdateCall, facts: DeviceFacts, plan: Callable | None) -> Tensor:
     elif facts.backend == "cpu":
         cpu.update(call, y, status)
     return y
-
-
-def _key(call: UpdateCall) -> tuple | None:
-    """The metadata of a call whose addresses allow the widest accesses; None where the call has to be looked at."""
-    x, form, state, weight, bias, residual, activation, _, indices, _ = call
-    if activation is not None and type(activation) is not str:
-        return None
-    if type(x) not in PLAIN or type(state) not in PLAIN or type(weight) not in PLAIN:
-        return None
-    if (
-        (x.data_ptr() | state.data_ptr() | weight.data_ptr()) & 15
-        or type(residual) in PLAIN
-        and residual.data_ptr() & 15
-    ):
-        return None
-    return (
-        form,
-        activation,
-        torch.is_grad_enabled(),
-        _meta(x),
-        _meta(state),
-        _meta(weight),
-        bias if bias is None else _meta(bias),
-        residual if residual is None else _meta(residual),
-        indices if indices is None else _meta(indices),
-    )
-
-
-def _meta(tensor: Tensor) -> tuple | type:
-    if type(tensor) not in PLAIN:
-        return type(tensor)
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), tensor.requires_grad
