@@ -48,7 +48,9 @@ def machine() -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name() if cuda else f"CPU ({platform.machine()})",
         "processors": torch.cuda.get_device_properties(0).multi_processor_count if cuda else os.cpu_count(),
-        "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else None,
+        "driver": output_of("nvidia-smi", "-i", "0", "--query-gpu=driver_version", "--format=csv,noheader")
+        if cuda
+        else None,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "versions": {name: found for name in DISTRIBUTIONS if (found := version(name))},
