@@ -36,12 +36,10 @@ def admit(call: UpdateCall | ConvCall | BackwardCall | StatesCall, facts: Device
 
 def update_checks(call: UpdateCall, facts: DeviceFacts) -> Iterator[Decline]:
     """Every failed check of an update."""
-    x, form, state, weight, bias, residual, activation, cache_seqlens, indices, pad_slot_id = call
-    tensors = (x, state, weight, bias, residual, cache_seqlens, indices)
+    x, form, state, weight, bias, residual, activation, cache_seqlens, indices, _, intermediate = call
+    tensors = (x, state, weight, bias, residual, cache_seqlens, indices, intermediate)
     if not (yield from _device_checks(_UPDATE_NAMES, tensors, facts)):
         return
-    if cache_seqlens is not None:
-        yield Decline(Reason.UNSUPPORTED_ARGUMENT, "cache_seqlens", "None", "a circular buffer", NotImplementedError)
     if torch.is_grad_enabled():
         for name, tensor in zip(_UPDATE_NAMES, tensors, strict=True):
             if tensor is not None and tensor.requires_grad:
@@ -50,30 +48,32 @@ def update_checks(call: UpdateCall, facts: DeviceFacts) -> Iterator[Decline]:
                 )
     shape = x.shape
     rows, channels = ROWS[form]
-    if len(shape) != len(form) or len(shape) == 3 and shape[3 - rows - channels] != 1:
-        yield Decline(Reason.SHAPE, "x", "[N, D] or one token a row", _list(shape), _shape_error(x, form))
+    if len(shape) != len(form) or form not in ("ND", "NDT") and shape[3 - rows - channels] != 1:
+        yield Decline(Reason.SHAPE, "x", "[N, D], [N, D, T] or one token a row", _list(shape))
         return
     n, d = shape[rows], shape[channels]
     yield from _parameter_checks(x, weight, bias, activation, d, UPDATE)
     if weight.dim() != 2:
         return
-    if x.stride(channels) != 1 and d != 1:
+    any_strides = form == "NDT" or cache_seqlens is not None or intermediate is not None
+    if x.stride(channels) != 1 and d != 1 and not any_strides:
         yield Decline(Reason.LAYOUT, "x", "channels with stride 1", f"strides {x.stride()}")
     if residual is not None:
         if residual.shape != shape:
             yield Decline(Reason.SHAPE, "residual", f"x's shape {_list(shape)}", _list(residual.shape))
         elif residual.dtype != x.dtype:
             yield Decline(Reason.DTYPE, "residual", f"{x.dtype}", f"{residual.dtype}", TypeError)
-        elif residual.stride(channels) != 1 and d != 1:
+        elif residual.stride(channels) != 1 and d != 1 and not any_strides:
             yield Decline(Reason.LAYOUT, "residual", "channels with stride 1", f"strides {residual.stride()}")
-    if indices is not None:
-        if indices.shape != (n,):
-            yield Decline(Reason.SHAPE, "conv_state_indices", f"[{n}]", _list(indices.shape))
-        elif indices.dtype != torch.int32:
-            yield Decline(Reason.DTYPE, "conv_state_indices", "torch.int32", f"{indices.dtype}", TypeError)
+    for name, per_row in (("conv_state_indices", indices), ("cache_seqlens", cache_seqlens)):
+        if per_row is not None:
+            if per_row.shape != (n,):
+                yield Decline(Reason.SHAPE, name, f"[{n}]", _list(per_row.shape))
+            elif per_row.dtype != torch.int32:
+                yield Decline(Reason.DTYPE, name, "torch.int32", f"{per_row.dtype}", TypeError)
     if state is None:
-        if indices is not None:
-            yield Decline(Reason.UNSUPPORTED_ARGUMENT, "conv_state", "a tensor to index", "None")
+        if indices is not None or cache_seqlens is not None or intermediate is not None:
+            yield Decline(Reason.UNSUPPORTED_ARGUMENT, "conv_state", "a tensor", "None")
         return
     if state.dtype != x.dtype:
         yield Decline(Reason.DTYPE, "conv_state", f"x's dtype {x.dtype}", f"{state.dtype}", TypeError)
@@ -85,14 +85,22 @@ def update_checks(call: UpdateCall, facts: DeviceFacts) -> Iterator[Decline]:
         yield Decline(Reason.SHAPE, "conv_state", f"{n} slots, one a row", _list(state.shape))
     if overlaps_itself(state):
         yield Decline(Reason.LAYOUT, "conv_state", "memory of its own for each element", f"strides {state.stride()}")
+    if intermediate is not None:
+        if cache_seqlens is not None:
+            found = "one with a ring"
+            yield Decline(Reason.UNSUPPORTED_ARGUMENT, "intermediate_states_out", "None", found, NotImplementedError)
+        expected = (n, shape[2] if len(shape) == 3 and form == "NDT" else 1, d, state.shape[2])
+        if intermediate.shape != expected:
+            yield Decline(Reason.SHAPE, "intermediate_states_out", _list(expected), _list(intermediate.shape))
+        if intermediate.dtype != x.dtype:
+            yield Decline(Reason.DTYPE, "intermediate_states_out", f"{x.dtype}", f"{intermediate.dtype}", TypeError)
+        if overlaps_itself(intermediate) or overlap(intermediate, state):
+            yield Decline(Reason.LAYOUT, "intermediate_states_out", "memory of its own", "memory that is shared")
 
 
-_UPDATE_NAMES = ("x", "conv_state", "weight", "bias", "residual", "cache_seqlens", "conv_state_indices")
-
-
-def _shape_error(x: Tensor, form: str) -> type[Exception]:
-    # [N, D, T > 1] is legal in the contract and comes with the speculative form
-    return NotImplementedError if form == "ND1" and x.dim() == 3 and x.shape[2] > 1 else ValueError
+_UPDATE_NAMES = tuple(
+    "x conv_state weight bias residual cache_seqlens conv_state_indices intermediate_states_out".split()
+)
 
 
 def _device_checks(

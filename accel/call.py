@@ -6,15 +6,16 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-# How the rows of an update lie in x: the axes of (rows, channels); a third axis, where there is one, has one element.
-ROWS = {"ND": (0, 1), "N1D": (0, 2), "1ND": (1, 2), "ND1": (0, 1)}
+# How the rows of an update lie in x: the axes of (rows, channels); a third one has one element, or with NDT the tokens.
+ROWS = {"ND": (0, 1), "N1D": (0, 2), "1ND": (1, 2), "ND1": (0, 1), "NDT": (0, 1)}
 
 
 class UpdateCall(NamedTuple):
-    """One decode step, one token a row.
+    """One decode step of one token a row, or of a few.
 
-    x: [N, D], or with a unit axis as `form` says; conv_state: [S, D, L], mutated in place, or None for no history;
-    weight: [D, W]; bias: [D]; residual: like x; conv_state_indices: [N] int32, `pad_slot_id` marks padding rows.
+    x: [N, D], or with a unit axis or T tokens as `form` says; conv_state: [S, D, L], mutated in place, or None for no
+    history; weight: [D, W]; bias: [D]; residual: like x; cache_seqlens: [N] int32, where the state is a ring;
+    conv_state_indices: [N] int32, `pad_slot_id` marks padding rows; intermediate_states_out: [N, T, D, L].
     """
 
     x: Tensor
@@ -27,6 +28,7 @@ class UpdateCall(NamedTuple):
     cache_seqlens: Tensor | None
     conv_state_indices: Tensor | None
     pad_slot_id: int
+    intermediate_states_out: Tensor | None = None
 
 
 class ConvCall(NamedTuple):
@@ -85,6 +87,6 @@ class StatesCall(NamedTuple):
 
 def rows_view(tensor: Tensor, form: str) -> Tensor:
     """The [N, D] view of an update's x, residual or y."""
-    if form == "ND":
+    if form in ("ND", "NDT"):
         return tensor
     return tensor.select({"N1D": 1, "1ND": 0, "ND1": 2}[form], 0)

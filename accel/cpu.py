@@ -34,42 +34,76 @@ def silu(z: Tensor) -> Tensor:
 
 
 def update(call: UpdateCall, y: Tensor, status: StatusWord) -> None:
-    """Fill y and shift the state of an admitted update."""
-    x, out = rows_view(call.x, call.form), rows_view(y, call.form)
-    residual = None if call.residual is None else rows_view(call.residual, call.form)
+    """Fill y and the state of an admitted update."""
+    x, out, residual = (_tokens_of(tensor, call.form) for tensor in (call.x, y, call.residual))
     if call.conv_state_indices is None:
-        out.copy_(_step(x, call.conv_state, call, residual))
-        if call.conv_state is not None:
-            call.conv_state.copy_(_shifted(call.conv_state, x))
+        _steps(x, call.conv_state, call, residual, call.cache_seqlens, out, call.intermediate_states_out)
         return
     live, bad = _check_slots(call, status)
     out.zero_()
     out[bad] = float("nan")
     slots = call.conv_state_indices[live].long()
-    state = call.conv_state[slots]
-    step = _step(x[live], state, call, None if residual is None else residual[live])
-    out[live] = step.to(out.dtype)
-    call.conv_state[slots] = _shifted(state, x[live])
+    state, part = call.conv_state[slots], torch.empty_like(x[live])
+    held = call.intermediate_states_out
+    kept = None if held is None else held[live]
+    ring = None if call.cache_seqlens is None else call.cache_seqlens[live]
+    _steps(x[live], state, call, None if residual is None else residual[live], ring, part, kept)
+    out[live] = part
+    call.conv_state[slots] = state
+    if held is not None:
+        held[live] = kept
 
 
-def _step(x: Tensor, state: Tensor | None, call: UpdateCall, residual: Tensor | None) -> Tensor:
-    weight = call.weight.float()
+def _tokens_of(tensor: Tensor | None, form: str) -> Tensor | None:
+    """[N, D, T] of an update's x, residual or y."""
+    if tensor is None or form == "NDT":
+        return tensor
+    return rows_view(tensor, form).unsqueeze(2)
+
+
+def _steps(
+    x: Tensor,
+    state: Tensor | None,
+    call: UpdateCall,
+    residual: Tensor | None,
+    ring: Tensor | None,
+    out: Tensor,
+    intermediate: Tensor | None,
+) -> None:
+    """One row a slot: fill out, the state, and the states in between."""
+    weight, tokens = call.weight.float(), x.shape[2]
     width = weight.shape[1]
-    pre = x.float() * weight[:, -1]
-    if state is not None:
-        for tap in range(width - 1):
-            pre += state[:, :, state.shape[2] - (width - 1) + tap].float() * weight[:, tap]
+    if state is None:
+        past = F.pad(x, (width - 1, 0))
+    elif ring is None:
+        past = torch.cat((state, x), dim=2)
+    else:
+        columns = (ring.long()[:, None] + torch.arange(1 - width, tokens)) % state.shape[2]
+        columns = columns[:, None].expand(-1, x.shape[1], -1)
+        past = torch.cat((state.gather(2, columns[:, :, : width - 1]), x), dim=2)
+    recent = past[:, :, past.shape[2] - tokens - (width - 1) :].float()
+    pre = recent[:, :, :tokens] * weight[:, :1]
+    for tap in range(1, width):
+        pre += recent[:, :, tap : tap + tokens] * weight[:, tap : tap + 1]
     if call.bias is not None:
-        pre += call.bias.float()
+        pre += call.bias.float()[:, None]
     if call.activation is not None:
         pre = silu(pre)
     if residual is not None:
         pre += residual.float()
-    return pre
-
-
-def _shifted(state: Tensor, x: Tensor) -> Tensor:
-    return torch.cat((state, x.unsqueeze(2)), dim=2)[:, :, 1:]
+    out.copy_(pre)
+    if state is None:
+        return
+    length = state.shape[2]
+    if intermediate is not None:
+        for token in range(tokens):
+            intermediate[:, token] = past[:, :, token + 1 : token + 1 + length]
+    if ring is None:
+        state.copy_(past[:, :, tokens:])
+    else:
+        for token in range(tokens):  # in order: a short ring is written round more than once
+            at = columns[:, :, width - 1 + token, None]
+            state.scatter_(2, at, x[:, :, token, None])
 
 
 def _check_slots(call: UpdateCall, status: StatusWord) -> tuple[Tensor, Tensor]:

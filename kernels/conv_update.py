@@ -1,6 +1,6 @@
 """One decode step of a causal convolution: `ConvUpdate`, its specification, and `find`.
 
-A thread owns `vec` neighbouring channels of a row or a few. It loads state, x and weights together, keeps the shifted
+A thread owns `vec` neighbouring channels of one row. It loads state, x and weights together, keeps the shifted
 state as raw bits, and stores it where it was. Programmatic dependent launch hides the launch latency: waiting comes
 first, so stream order holds. Where slots are indexed, one extra row of blocks looks for a slot that two rows share,
 once per call.
@@ -17,12 +17,11 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from accel.kernels import jit
 from accel.kernels.device import apply_silu, has_dependent_launch, load_vector, report, store_vector
+from accel.kernels.slots import SLOT_OUT_OF_RANGE, check_slots
 
-SLOT_OUT_OF_RANGE, SLOT_USED_TWICE = 1, 2  # as accel.errors reads them
 THREADS = 128
 MAX_GRID_Y = 32768
 MAX_REGISTER_COLUMNS = 8  # longer states shift in memory, one channel a thread
-BITMAP_SLOTS = 1 << 15  # slots that one pass of the duplicate check covers, in 4 KiB of shared memory
 
 
 class UpdateSpec(NamedTuple):
@@ -39,7 +38,6 @@ class UpdateSpec(NamedTuple):
     length: int
     layout: str  # of the state: compact, channel-last or strided
     vec: int
-    rows: int  # that a thread serves; more than one saves loading the weights again
     weight_rows: bool  # weight is [D, W] with strides (W, 1)
     align_x: int
     align_state: int
@@ -78,7 +76,7 @@ class ConvUpdate:
         mX, mY = self.rows_and_channels(mX), self.rows_and_channels(mY)
         if const_expr(mResidual is not None):
             mResidual = self.rows_and_channels(mResidual)
-        rows = mX.shape[0] + 1 if const_expr(spec.has_indices) else cute.ceil_div(mX.shape[0], spec.rows)
+        rows = mX.shape[0] + 1 if const_expr(spec.has_indices) else mX.shape[0]
         grid_y = cutlass.min(rows, MAX_GRID_Y)
         self.kernel(mX, mState, mWeight, mBias, mResidual, mY, mSlots, pad_slot, status).launch(
             grid=[cute.ceil_div(mX.shape[1], spec.threads * spec.vec), grid_y, cute.ceil_div(rows, grid_y)],
@@ -107,7 +105,7 @@ class ConvUpdate:
         tid, _, _ = cute.arch.thread_idx()
         tile, by, bz = cute.arch.block_idx()
         _, grid_y, _ = cute.arch.grid_dim()
-        row = (by + bz * grid_y) * spec.rows
+        row = by + bz * grid_y
         d = (tile * spec.threads + tid) * spec.vec
         if row < mX.shape[0] and d < mX.shape[1]:
             slot = row
@@ -126,45 +124,36 @@ class ConvUpdate:
                         report(status, SLOT_OUT_OF_RANGE, row, slot)
         if const_expr(spec.has_indices):
             if row == mX.shape[0] and tile == 0:
-                self.check_slots(mSlots, mState.shape[0], pad_slot, status)
+                check_slots(mSlots, mState.shape[0], pad_slot, status, spec.threads)
 
     @cute.jit
-    def step(self, mX, mState, mWeight, mBias, mResidual, mY, first: Int32, slot: Int32, d: Int32):
-        """Convolve and shift `vec` channels of `rows` rows from `first` on; all loads come before any use."""
+    def step(self, mX, mState, mWeight, mBias, mResidual, mY, row: Int32, slot: Int32, d: Int32):
+        """Convolve and shift `vec` channels of one row; all loads come before any use."""
         spec = self.spec
         vec, width = spec.vec, spec.width
-        last = mX.shape[0] - 1
+        rX = load_vector(mX, Int64(row) * mX.stride[0] + d, vec, spec.align_x)
+        history, store_state = self.load_state(mState, slot, d)
         rW = self.load_weight(mWeight, d)
-        loaded = []
-        for r in cutlass.range_constexpr(spec.rows):
-            row = cutlass.min(first + r, last) if const_expr(spec.rows > 1) else first
-            rX = load_vector(mX, Int64(row) * mX.stride[0] + d, vec, spec.align_x)
-            history, store_state = self.load_state(mState, row if const_expr(spec.rows > 1) else slot, d)
-            rR = None
-            if const_expr(mResidual is not None):
-                rR = load_vector(mResidual, Int64(row) * mResidual.stride[0] + d, vec, spec.align_residual)
-            loaded.append((row, rX, rR, history, store_state))
-        for r in cutlass.range_constexpr(spec.rows):
-            row, rX, rR, history, store_state = loaded[r]
-            rZ = cute.make_rmem_tensor(vec, Float32)
-            for c in cutlass.range_constexpr(vec):
-                z = rX[c].to(Float32) * rW[c * width + width - 1].to(Float32)
-                if const_expr(spec.length != 0):
-                    for tap in cutlass.range_constexpr(width - 1):
-                        z += history(c, tap - (width - 1)).to(Float32) * rW[c * width + tap].to(Float32)
-                if const_expr(mBias is not None):
-                    z += mBias[d + c].to(Float32)
-                rZ[c] = z
-            if const_expr(spec.silu):
-                apply_silu(rZ, spec.dtype is torch.float32)
-            rY = cute.make_rmem_tensor(vec, mY.element_type)
-            for c in cutlass.range_constexpr(vec):
-                z = rZ[c] + rR[c].to(Float32) if const_expr(mResidual is not None) else rZ[c]
-                rY[c] = z.to(mY.element_type)
-            if first + r <= last:
-                store_vector(rY, mY, Int64(row) * mY.stride[0] + d, vec * mY.element_type.width // 8)
-                if const_expr(spec.length != 0):
-                    store_state(rX)
+        if const_expr(mResidual is not None):
+            rR = load_vector(mResidual, Int64(row) * mResidual.stride[0] + d, vec, spec.align_residual)
+        rZ = cute.make_rmem_tensor(vec, Float32)
+        for c in cutlass.range_constexpr(vec):
+            z = rX[c].to(Float32) * rW[c * width + width - 1].to(Float32)
+            if const_expr(spec.length != 0):
+                for tap in cutlass.range_constexpr(width - 1):
+                    z += history(c, tap - (width - 1)).to(Float32) * rW[c * width + tap].to(Float32)
+            if const_expr(mBias is not None):
+                z += mBias[d + c].to(Float32)
+            rZ[c] = z
+        if const_expr(spec.silu):
+            apply_silu(rZ, spec.dtype is torch.float32)
+        rY = cute.make_rmem_tensor(vec, mY.element_type)
+        for c in cutlass.range_constexpr(vec):
+            z = rZ[c] + rR[c].to(Float32) if const_expr(mResidual is not None) else rZ[c]
+            rY[c] = z.to(mY.element_type)
+        store_vector(rY, mY, Int64(row) * mY.stride[0] + d, vec * mY.element_type.width // 8)
+        if const_expr(spec.length != 0):
+            store_state(rX)
 
     def load_weight(self, mWeight: cute.Tensor, d: Int32) -> cute.Tensor:
         """The taps of the thread's channels, [vec * W] with the taps of a channel together."""
@@ -241,27 +230,6 @@ class ConvUpdate:
         for c in cutlass.range_constexpr(self.spec.vec):
             mY[row, d + c] = value.to(mY.element_type)
 
-    @cute.jit
-    def check_slots(self, mSlots: cute.Tensor, slot_count: Int32, pad_slot: Int32, status: Int64):
-        """Mark every slot in a bitmap, `BITMAP_SLOTS` a pass, and report one that was marked before."""
-        smem = cutlass.utils.SmemAllocator()
-        bitmap = smem.allocate_tensor(Int32, cute.make_layout(BITMAP_SLOTS // 32), byte_alignment=16)
-        tid, _, _ = cute.arch.thread_idx()
-        rows = mSlots.shape[0]
-        for first in range(0, slot_count, BITMAP_SLOTS):
-            for word in range(tid, BITMAP_SLOTS // 32, self.spec.threads):
-                bitmap[word] = 0
-            cute.arch.sync_threads()
-            for row in range(tid, rows, self.spec.threads):
-                slot = mSlots[row]
-                bit = slot - first
-                if slot != pad_slot and slot < slot_count and bit >= 0 and bit < BITMAP_SLOTS:
-                    mask = Int32(1) << (bit & 31)
-                    before = cute.arch.atomic_or(bitmap.iterator + bit // 32, mask)
-                    if before & mask != 0:
-                        report(status, SLOT_USED_TWICE, row, slot)
-            cute.arch.sync_threads()
-
 
 @cute.jit
 def shift_columns(mState: cute.Tensor, base: Int64, length: Int32, rX: cute.Tensor):
@@ -334,7 +302,6 @@ def specify(x, form, state, weight, bias, residual, indices, activation: bool, a
         length,
         layout,
         vec,
-        1,
         weight_rows,
         jit.alignment(row_bytes, size, x.data_ptr(), strides[rows] * size if n > 1 else 0),
         align_state,

@@ -112,6 +112,7 @@ def through_the_op(call):
             cache_seqlens=call.cache_seqlens,
             conv_state_indices=call.conv_state_indices,
             pad_slot_id=call.pad_slot_id,
+            intermediate_states_out=call.intermediate_states_out,
         )
     if isinstance(call, ConvCall):
         names = "activation residual cu_seqlens seq_idx initial_states return_final_states final_states_out state_len"
@@ -165,13 +166,35 @@ PARAMETERS = {
 }
 UPDATES = {
     "x rank": Row(Reason.SHAPE, "x", lambda c: dict(x=c.x[:, :, None, None], form="ND1")),
-    "two tokens": Row(
-        Reason.SHAPE, "x", lambda c: dict(x=c.x[:, :, None].repeat(1, 1, 2), form="ND1"), NotImplementedError
-    ),
+    "two tokens": Row(Reason.SHAPE, "x", lambda c: dict(x=c.x[:, None].repeat(1, 2, 1), form="N1D"), has_op=False),
     "x channels apart": Row(Reason.LAYOUT, "x", lambda c: dict(x=normal(N, 2 * D)[:, ::2])),
     "residual channels apart": Row(Reason.LAYOUT, "residual", lambda c: dict(residual=normal(N, 2 * D)[:, ::2])),
-    "ring": Row(
-        Reason.UNSUPPORTED_ARGUMENT, "cache_seqlens", lambda c: dict(cache_seqlens=ints([0] * N)), NotImplementedError
+    "ring shape": Row(Reason.SHAPE, "cache_seqlens", lambda c: dict(cache_seqlens=ints([0] * (N + 1)))),
+    "ring int64": Row(Reason.DTYPE, "cache_seqlens", lambda c: dict(cache_seqlens=ints([0] * N).long()), TypeError),
+    "ring without state": Row(
+        Reason.UNSUPPORTED_ARGUMENT,
+        "conv_state",
+        lambda c: dict(cache_seqlens=ints([0] * N), conv_state=None, conv_state_indices=None),
+    ),
+    "intermediate states of a ring": Row(
+        Reason.UNSUPPORTED_ARGUMENT,
+        "intermediate_states_out",
+        lambda c: dict(cache_seqlens=ints([0] * N), intermediate_states_out=normal(N, 1, D, c.conv_state.shape[2])),
+        NotImplementedError,
+    ),
+    "intermediate shape": Row(
+        Reason.SHAPE, "intermediate_states_out", lambda c: dict(intermediate_states_out=normal(N, 2, D, 9))
+    ),
+    "intermediate dtype": Row(
+        Reason.DTYPE,
+        "intermediate_states_out",
+        lambda c: dict(intermediate_states_out=normal(N, 1, D, c.conv_state.shape[2]).double()),
+        TypeError,
+    ),
+    "intermediate expanded": Row(
+        Reason.LAYOUT,
+        "intermediate_states_out",
+        lambda c: dict(intermediate_states_out=normal(1, 1, D, c.conv_state.shape[2]).expand(N, -1, -1, -1)),
     ),
     "indices shape": Row(
         Reason.SHAPE, "conv_state_indices", lambda c: dict(conv_state_indices=c.conv_state_indices[1:])
@@ -541,7 +564,7 @@ def kernel_for(x, form, state, weight, bias, residual, indices, activation, arch
 
 
 def expected_kernel(call):
-    x, form, state, weight, bias, residual, activation, _, indices, _ = call
+    x, form, state, weight, bias, residual, activation, _, indices, *_ = call
     return kernel_for(x, form, state, weight, bias, residual, indices, activation is not None, "sm_90a")
 
 

@@ -56,9 +56,18 @@ UPDATE_AXES = {
     "shift": (0, 1),
     "weight_rows": (True, False),
 }
+SEVERAL_AXES = {
+    "dtypes": DTYPES,
+    "width": (2, 4, 8),
+    "bias": BIASES,
+    "residual": (False, True),
+    "indices": (False, True),
+    "activation": (None, "silu"),
+    "state": ("window", "ring", "kept", None),
+}
 SEQUENCE_AXES = {
     "dtypes": DTYPES,
-    "width": (2, 3, 4, 6, 8),  # up to 6, and above, the backward gives a thread different shares
+    "width": (2, 3, 4, 6, 8),  # up to 5, and above, the backward gives a thread different shares
     "bias": BIASES,
     "activation": (None, "silu"),
     "packing": ("dense", "int32", "int64", "seq_idx"),
@@ -131,6 +140,21 @@ def update(
     x = like_x(3 * channels if sliced else channels)
     other = like_x(channels) if residual else None
     return UpdateCall(x, form, conv_state, weight, bias, other, activation, None, slots, -1)
+
+
+def several(
+    dtypes=(BF16, BF16), width=4, bias=None, residual=False, indices=False, activation="silu", state="window",
+) -> UpdateCall:  # fmt: skip
+    """A decode step of three tokens; `state` is a window, a ring, one whose steps are kept, or absent."""
+    dtype, n, d, t = dtypes[0], 8, 64, 3
+    weight, bias = parameters(dtypes, d, width, bias, True)
+    held = None if state is None else tensor(n, d, 9, dtype=dtype)
+    per_row = torch.zeros(n, dtype=torch.int32)
+    return UpdateCall(
+        tensor(n, d, t, dtype=dtype), "NDT", held, weight, bias, tensor(n, d, t, dtype=dtype) if residual else None,
+        activation, per_row if state == "ring" else None, per_row if indices and state else None, -1,
+        tensor(n, t, d, 9, dtype=dtype) if state == "kept" else None,
+    )  # fmt: skip
 
 
 def sequence(layout: str, b: int, d: int, t: int, dtype: torch.dtype, shift: int = 0) -> torch.Tensor:
@@ -231,6 +255,7 @@ def specifications(call: Any, arch: str = MAIN, trap: bool = False) -> dict[Any,
 def table() -> Iterator[Any]:
     """Calls of all families."""
     yield from (update(**choice) for choice in pairs(UPDATE_AXES))
+    yield from (several(**choice) for choice in pairs(SEVERAL_AXES))
     for layouts in (LAST, FIRST):
         yield from (forward(**choice) for choice in pairs(FORWARD_AXES | layouts))
         yield from (backward(**choice) for choice in pairs(BACKWARD_AXES | layouts))
@@ -249,6 +274,7 @@ def few() -> Iterator[Any]:
     """One call for each kernel and packing, as real models make them; narrow ones where compiling takes long."""
     yield update()
     yield update(state="channel-last", indices=True, bias="as weight", rows=600)
+    yield several(state="ring", indices=True)
     yield forward()
     yield forward(packing="int32", initial=True, final=True, size=SMALL)
     yield forward(packing="seq_idx", size=SMALL)

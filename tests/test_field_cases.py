@@ -149,21 +149,24 @@ def test_worked_reserved_slot(device, engine):
     assert state[:, 0].tolist() == [[2, 3, 4], [7, 7, 7], [5, 6, 7]]
 
 
-def test_worked_ring():
-    """The circular buffer: of the oracle alone, the operation does not serve it yet."""
-    state = torch.zeros(1, 1, 4)
+@engines
+def test_worked_ring(device, engine):
+    """The circular buffer."""
+    state = torch.zeros(1, 1, 4, device=device)
+
+    def step(values, position, state):
+        x = torch.tensor([[values]] if len(values) > 1 else [values], device=device)
+        at = torch.tensor([position], dtype=torch.int32, device=device)
+        if engine == "oracle":
+            return reference.causal_conv1d_update(x, state, weight_on(device), cache_seqlens=at)
+        return ops.causal_conv1d_update(x, state, weight_on(device), cache_seqlens=at), state
+
     for position in range(5):
-        _, state = reference.causal_conv1d_update(
-            torch.tensor([[position + 1.0]]), state, weight_on("cpu"), cache_seqlens=torch.tensor([position])
-        )
+        _, state = step([position + 1.0], position, state)
     assert state.tolist() == [[[5, 2, 3, 4]]]
-    y, state = reference.causal_conv1d_update(
-        torch.tensor([[6.0]]), state, weight_on("cpu"), cache_seqlens=torch.tensor([5])
-    )
+    y, state = step([6.0], 5, state)
     assert y.tolist() == [[6543]] and state.tolist() == [[[5, 6, 3, 4]]]
-    y, state = reference.causal_conv1d_update(
-        torch.tensor([[[7.0, 8.0]]]), state, weight_on("cpu"), cache_seqlens=torch.tensor([6])
-    )
+    y, state = step([7.0, 8.0], 6, state)
     assert y.tolist() == [[[7654, 8765]]] and state.tolist() == [[[5, 6, 7, 8]]]
 
 

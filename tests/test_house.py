@@ -22,10 +22,12 @@ FLOORS = (
         "kernels.device",
         "kernels.tokens",
         "kernels.packing",
+        "kernels.slots",
         "kernels.last_tokens",
     ),
     (
         "kernels.conv_update",
+        "kernels.conv_update_tokens",
         "kernels.conv_fwd",
         "kernels.conv_bwd_*",
         "kernels.conv_reduce",

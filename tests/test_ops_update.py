@@ -365,7 +365,6 @@ BAD = {
     "x float64": ("x", lambda a: a["x"].double(), TypeError),
     "x integer": ("x", lambda a: a["x"].to(torch.int32), TypeError),
     "x channels apart": ("x", lambda a: a["x"].repeat(1, 2)[:, ::2], ValueError),
-    "several tokens": ("x", lambda a: a["x"][:, :, None].repeat(1, 1, 3), NotImplementedError),
     "weight rank": ("weight", lambda a: a["weight"][:, None], ValueError),
     "weight channels": ("weight", lambda a: a["weight"][:8], ValueError),
     "weight dtype": ("weight", lambda a: a["weight"].half(), TypeError),
@@ -386,7 +385,9 @@ BAD = {
     "indices int64": ("conv_state_indices", lambda a: a["conv_state_indices"].long(), TypeError),
     "indices, no state": ("conv_state", lambda a: None, ValueError),
     "activation": ("activation", lambda a: "relu", ValueError),
-    "ring": ("cache_seqlens", lambda a: a["conv_state_indices"], NotImplementedError),
+    "ring shape": ("cache_seqlens", lambda a: a["conv_state_indices"][:2], ValueError),
+    "ring int64": ("cache_seqlens", lambda a: a["conv_state_indices"].long(), TypeError),
+    "intermediate shape": ("intermediate_states_out", lambda a: a["conv_state"], ValueError),
     "x no tensor": ("x", lambda a: a["x"].tolist(), TypeError),
     "weight no tensor": ("weight", lambda a: a["weight"].tolist(), TypeError),
 }

@@ -35,22 +35,26 @@ def causal_conv1d_update(
     cache_seqlens: Tensor | None = None,
     conv_state_indices: Tensor | None = None,
     pad_slot_id: int = -1,
+    intermediate_states_out: Tensor | None = None,
 ) -> Tensor:
-    """Convolve one token a row with its state, and shift the token into the state.
+    """Convolve one token a row, or a few, with its state, and shift the tokens into the state.
 
     history = concat(state, x); state <- history[-L:], bit for bit;
     y = act(bias + sum_j history[-W+j] * weight[:, j]) + residual, in fp32 with one rounding.
 
     Args:
-        x: [N, D] with any row stride (slices are read in place), or [N, D, 1]; bf16, fp16, fp32.
+        x: [N, D] with any row stride (slices are read in place), or [N, D, T]; bf16, fp16, fp32.
         conv_state: [S, D, L] with L >= W-1, x's dtype, any strides, mutated in place. None: no history, nothing stored.
         weight: [D, W], W from 2 to 8, x's dtype or fp32.
         bias: [D], x's dtype or fp32.
         activation: None, "silu" or "swish".
         residual: like x.
-        cache_seqlens: not served in this version.
+        cache_seqlens: [N] int32. The state is a ring then: token t of a row goes to column (cache_seqlens + t) % L, and
+            its history are the W-1 columns before that one.
         conv_state_indices: [N] int32, the slot of each row; S = N slots in order where None.
         pad_slot_id: the index that marks a padding row: its output is 0 and no slot is touched.
+        intermediate_states_out: [N, T, D, L], receives the state after each token, for speculative decoding; not with
+            a ring.
 
     Returns:
         y, x's shape and dtype, dense.
@@ -64,9 +68,22 @@ def causal_conv1d_update(
     Source: `causal_conv1d_update` of causal-conv1d 1.7.0, and FLA's, whose residual it takes.
     """
     facts = facts_of(x)
-    form = "ND" if x.dim() == 2 else "ND1"
+    form = "ND" if x.dim() == 2 else "NDT"
+    like = residual if isinstance(residual, Tensor) and residual.dim() == 3 else x
+    if x.dim() == 3 and x.size(2) == 1 and x.stride(1) == like.stride(1) == 1:
+        form = "ND1"
     call = UpdateCall(
-        x, form, conv_state, weight, bias, residual, activation, cache_seqlens, conv_state_indices, pad_slot_id
+        x,
+        form,
+        conv_state,
+        weight,
+        bias,
+        residual,
+        activation,
+        cache_seqlens,
+        conv_state_indices,
+        pad_slot_id,
+        intermediate_states_out,
     )
     plan = prepare(call, facts)
     if isinstance(plan, Decline):
@@ -81,9 +98,11 @@ def prepare(call: UpdateCall, facts: DeviceFacts) -> Callable | None | Decline:
     metadata, dispatch keys included, in C++. What it does not see is looked at in every call: addresses, forward-mode
     differentiation, and what is part of the kind.
     """
-    x, form, state, weight, bias, residual, activation, cache_seqlens, indices, _ = call
+    x, form, state, weight, bias, residual, activation, cache_seqlens, indices, _, intermediate = call
+    one_token = form != "NDT" and cache_seqlens is None and intermediate is None
+    keep = one_token and state is not None and TensorGuards is not None and type(activation) in (str, NoneType)
     known = None
-    if TensorGuards is not None and state is not None and cache_seqlens is None and type(activation) in (str, NoneType):
+    if keep:
         kind = (form, activation, bias is None, residual is None, indices is None, torch.is_grad_enabled())
         tensors = (x, state, weight)
         if bias is not None or residual is not None or indices is not None:
@@ -98,10 +117,12 @@ def prepare(call: UpdateCall, facts: DeviceFacts) -> Callable | None | Decline:
         return decline
     if facts.backend != "cute" or x.numel() == 0:
         return None
+    if not one_token:
+        return kernels().conv_update_tokens.find(call, facts.arch)
     plan = kernels().conv_update.find(
         x, form, state, weight, bias, residual, indices, activation is not None, facts.arch
     )
-    if TensorGuards is not None and state is not None and _aligned(tensors):
+    if keep and _aligned(tensors):
         guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         # the newest first, and only so many: a server with more batch sizes than that asks admission now and then
         facts.plans[kind] = [(guards, plan), *(known or ())][:MAX_PLANS]
@@ -130,7 +151,7 @@ def run(call: UpdateCall, facts: DeviceFacts, plan: Callable | None) -> Tensor:
     """Serve a prepared call on the backend of its device."""
     status = facts.status
     status.raise_pending()
-    x, _, state, weight, bias, residual, _, _, indices, pad_slot_id = call
+    x, _, state, weight, bias, residual, _, _, indices, pad_slot_id, _ = call
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if plan is not None:
         plan(x, state, weight, bias, residual, y, indices, pad_slot_id, status.address)
