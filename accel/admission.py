@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from accel.call import ROWS, BackwardCall, ConvCall, StatesCall, UpdateCall
 from accel.environment import DeviceFacts
 from accel.kernels.contract import CONV, UPDATE, Contract, is_channel_last
-from accel.memory import overlap, overlaps_itself
+from accel.memory import overlap, overlaps_itself, shared
 from accel.reasons import Decline, Reason
 
 PLAIN = (Tensor, Parameter)
@@ -218,26 +218,23 @@ def conv_checks(call: ConvCall, facts: DeviceFacts) -> Iterator[Decline]:
             yield Decline(Reason.UNSUPPORTED_ARGUMENT, "final_states_out", "return_final_states=True", "False")
         if final.dim() == 3 and final.shape[2] != state_len:
             yield Decline(Reason.SHAPE, "final_states_out", f"{state_len} columns", _list(final.shape))
-        if overlaps_itself(final):
-            found = f"strides {final.stride()}"
-            yield Decline(Reason.LAYOUT, "final_states_out", "memory of its own for each element", found)
-        for name, other in zip(_CONV_NAMES[:-1], tensors[:-1], strict=True):
-            if other is not None and overlap(final, other):
-                found = f"memory shared with {name}"
-                yield Decline(Reason.LAYOUT, "final_states_out", "memory of its own", found)
+        if (found := shared(final, zip(_CONV_NAMES[:-1], tensors[:-1], strict=True))) is not None:
+            yield Decline(Reason.LAYOUT, "final_states_out", "memory of its own", found)
 
 
 def backward_checks(call: BackwardCall, facts: DeviceFacts) -> Iterator[Decline]:
     """Every failed check of a functional backward: those of its forward, and dy and dfinal_states."""
-    x, dy, dfinal, weight, bias, residual, activation, cu_seqlens, seq_idx, initial, state_len, *_, last = call
+    x, dy, dfinal, weight, bias, residual, activation, cu_seqlens, seq_idx, initial, state_len, *_, last, _, dx = call
     forward = ConvCall(
         x, weight, bias, residual, activation, cu_seqlens, seq_idx, initial, False, None, state_len, False, last
     )
-    yield from conv_checks(forward, facts)
-    if x.dim() != 3:
+    declined = tuple(conv_checks(forward, facts))
+    yield from declined
+    if x.dim() != 3 or any(decline.reason is Reason.TENSOR_SUBCLASS for decline in declined):
         return
     n = x.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
-    for name, gradient, shape in (("dy", dy, x.shape), ("dfinal_states", dfinal, (n, x.shape[1], state_len))):
+    gradients = (("dy", dy, x.shape), ("dfinal_states", dfinal, (n, x.shape[1], state_len)), ("dx", dx, x.shape))
+    for name, gradient, shape in gradients:
         if gradient is None:
             continue
         if not (yield from _device_checks((name,), (gradient,), facts)):
@@ -246,6 +243,12 @@ def backward_checks(call: BackwardCall, facts: DeviceFacts) -> Iterator[Decline]
             yield Decline(Reason.SHAPE, name, _list(shape), _list(gradient.shape))
         if gradient.dtype != x.dtype:
             yield Decline(Reason.DTYPE, name, f"x's dtype {x.dtype}", f"{gradient.dtype}", TypeError)
+    if call.needs_initial and initial is None:
+        yield Decline(Reason.UNSUPPORTED_ARGUMENT, "initial_states", "a tensor, to have a gradient", "None")
+    if dx is not None:
+        inputs = (x, dy, dfinal, weight, bias, residual, cu_seqlens, seq_idx, initial)
+        if (found := shared(dx, zip(_BACKWARD_NAMES, inputs, strict=True))) is not None:
+            yield Decline(Reason.LAYOUT, "dx", "memory of its own", found)
 
 
 def states_checks(call: StatesCall, facts: DeviceFacts) -> Iterator[Decline]:
@@ -285,6 +288,7 @@ def _packed_checks(name: str, x: Tensor, cu_seqlens: Tensor) -> Iterator[Decline
 
 
 _CONV_NAMES = ("x", "weight", "bias", "residual", "cu_seqlens", "seq_idx", "initial_states", "final_states_out")
+_BACKWARD_NAMES = ("x", "dy", "dfinal_states", *_CONV_NAMES[1:-1])
 
 
 CHECKS = {

@@ -55,7 +55,10 @@ class ConvCall(NamedTuple):
 
 
 class BackwardCall(NamedTuple):
-    """The gradients of a ConvCall: dy is like x in shape, of any strides; one of dy and dfinal_states may be None."""
+    """The gradients of a ConvCall: dy is like x in shape, of any strides; one of dy and dfinal_states may be None.
+
+    The initial states' gradient is compact or channel-last. `dx`: memory for the gradient of x, written in place.
+    """
 
     x: Tensor
     dy: Tensor | None
@@ -73,6 +76,8 @@ class BackwardCall(NamedTuple):
     needs_bias: bool
     needs_initial: bool
     channel_last: bool
+    compact_states: bool = True
+    dx: Tensor | None = None
 
 
 class StatesCall(NamedTuple):
@@ -83,6 +88,14 @@ class StatesCall(NamedTuple):
     cu_seqlens: Tensor | None
     state_len: int
     compact_states: bool
+
+
+def form_of(x: Tensor, residual: Tensor | None = None) -> str:
+    """The form of x [N, D] or [N, D, T]: a single token whose channels are neighbours is read like [N, D]."""
+    if x.dim() == 2:
+        return "ND"
+    like = residual if isinstance(residual, Tensor) and residual.dim() == 3 else x
+    return "ND1" if x.dim() == 3 and x.size(2) == 1 and x.stride(1) == like.stride(1) == 1 else "NDT"
 
 
 def rows_view(tensor: Tensor, form: str) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor
 
 
@@ -21,6 +23,16 @@ def overlap(a: Tensor, b: Tensor) -> bool:
     if a.numel() == 0 or b.numel() == 0:
         return False
     return a.data_ptr() < _end(b) and b.data_ptr() < _end(a)
+
+
+def shared(output: Tensor, inputs: Iterable[tuple[str, Tensor | None]]) -> str | None:
+    """What keeps an output from having memory of its own: its strides, or the first input that it overlaps."""
+    if overlaps_itself(output):
+        return f"strides {output.stride()}"
+    for name, tensor in inputs:
+        if tensor is not None and overlap(output, tensor):
+            return f"memory shared with {name}"
+    return None
 
 
 def _end(tensor: Tensor) -> int:

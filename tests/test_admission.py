@@ -80,10 +80,11 @@ def good_indexed():
 
 def good_backward():
     x, weight, bias, residual, activation, bounds, _, initial, *_ = good_packed()
-    dy, dfinal = channel_last(2, D, T), normal(2, D, W)
+    dy, dfinal, dx = channel_last(2, D, T), normal(2, D, W), channel_last(2, D, T)
     return BackwardCall(
-        x, dy, dfinal, weight, bias, residual, activation, bounds, None, initial, W, True, True, True, True, True
-    )
+        x, dy, dfinal, weight, bias, residual, activation, bounds, None, initial, W, True, True, True, True, True,
+        False, dx,
+    )  # fmt: skip
 
 
 def good_states():
@@ -267,7 +268,15 @@ BACKWARDS = {
     "dfinal_states dtype": Row(
         Reason.DTYPE, "dfinal_states", lambda c: dict(dfinal_states=c.dfinal_states.float()), TypeError
     ),
-}
+    "gradient of no initial states": Row(
+        Reason.UNSUPPORTED_ARGUMENT, "initial_states", lambda c: dict(initial_states=None)
+    ),
+    "dx shape": Row(Reason.SHAPE, "dx", lambda c: dict(dx=c.dx[:, :, 1:])),
+    "dx dtype": Row(Reason.DTYPE, "dx", lambda c: dict(dx=c.dx.float()), TypeError),
+    "dx expanded": Row(Reason.LAYOUT, "dx", lambda c: dict(dx=channel_last(1, D, T).expand(2, D, T))),
+    "dx is x": Row(Reason.LAYOUT, "dx", lambda c: dict(dx=c.x)),
+    "dx is dy": Row(Reason.LAYOUT, "dx", lambda c: dict(dx=c.dy)),
+}  # fmt: skip
 STATES = {
     "x rank": Row(Reason.SHAPE, "x", lambda c: dict(x=c.x[0])),
     "x float64": Row(Reason.DTYPE, "x", lambda c: dict(x=c.x.double()), TypeError),

@@ -5,36 +5,46 @@ import json
 
 import pytest
 from packaging.version import Version
-from upstreams import fla, run_python
+from upstreams import causal_conv1d, fla, run_python
 
 from accel import matrix
 from accel.adapters import ADAPTERS
 from accel.matrix import MatrixError, Parameters
 
 TEXT = matrix.PATH.read_text(encoding="utf-8")
-SHORT_CONV = matrix.load().targets["short_conv"]
-ROWS = [pytest.param(version, row, id=f"{version}") for row in SHORT_CONV.ranges for version in row.proven]
-ADAPTERS_NAMED = {point.adapter: point for row in SHORT_CONV.ranges for point in row.callables}
+TARGETS = matrix.load().targets
+SHORT_CONV = TARGETS["short_conv"]
+ROWS = [
+    pytest.param(target, version, row, id=f"{target.distribution}-{version}")
+    for target in TARGETS.values()
+    for row in target.ranges
+    for version in row.proven
+]
+POINTS = [point for target in TARGETS.values() for row in target.ranges for point in row.callables]
+ADAPTERS_NAMED = {point.adapter: point for point in POINTS}
+INSTALLED = {"fla-core": fla, "causal-conv1d": causal_conv1d}
 
 # What a release really has: for each callable its type, its parameters, and who its own module says it is.
 PROBE = """
-import importlib, inspect, json, sys, warnings
+import importlib, inspect, json, sys, types, warnings
 warnings.simplefilter("ignore")
+sys.modules["causal_conv1d_cuda"] = types.ModuleType("causal_conv1d_cuda")  # the extension that is not built
 from accel.matrix import Parameters
 found = []
-for module, attribute in json.loads(sys.argv[1]):
+points = json.loads(sys.argv[1])
+for module, attribute in points:
     function = vars(importlib.import_module(module))[attribute]
     found.append([type(function).__name__, Parameters.of(function), function.__module__, function.__qualname__])
-import fla
-print(json.dumps([fla.__version__, found]))
+package = importlib.import_module(points[0][0].partition(".")[0])
+print(json.dumps([package.__version__, found]))
 """
 
 
-@pytest.mark.parametrize("version, row", ROWS)
-def test_a_row_is_what_the_release_has(version, row, tmp_path):
+@pytest.mark.parametrize("target, version, row", ROWS)
+def test_a_row_is_what_the_release_has(target, version, row, tmp_path):
     script = tmp_path / "probe.py"
     script.write_text(PROBE.replace("sys.argv[1]", repr(json.dumps([[p.module, p.attribute] for p in row.callables]))))
-    answer = run_python(script, [fla(str(version))])
+    answer = run_python(script, [INSTALLED[target.distribution](str(version))])
     assert answer.returncode == 0, answer.stderr
     reported, found = json.loads(answer.stdout.splitlines()[-1])
     assert reported == str(version)
@@ -49,9 +59,8 @@ def test_an_adapter_exists_and_takes_the_rows_parameters(name):
 
 
 def test_one_adapter_has_one_parameter_list():
-    for row in SHORT_CONV.ranges:
-        for point in row.callables:
-            assert point.parameters == ADAPTERS_NAMED[point.adapter].parameters
+    for point in POINTS:
+        assert point.parameters == ADAPTERS_NAMED[point.adapter].parameters
 
 
 def test_the_file_is_read_once_and_frozen():

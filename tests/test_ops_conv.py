@@ -420,6 +420,23 @@ def test_second_derivative_is_refused(device, loss):
         (dx.square().sum() + y.sum()).backward()
 
 
+@pytest.mark.parametrize("packing", ("dense", "cu_seqlens"))
+def test_rows_of_a_matrix(device, packing):
+    """x inside a matrix [D, B * T]: y and dx lie like x, so that packed tokens of all rows are at one stride."""
+    b, d, t = 3, 24, 10
+    x = torch.randn(d, b, t).to(device).transpose(0, 1).requires_grad_()
+    weight, dy = torch.randn(d, 4).to(device), torch.randn(b, d, t).to(device)
+    bounds = torch.tensor([0, 7, 12, b * t]) if packing == "cu_seqlens" else None
+    y = ops.causal_conv1d(x, weight, activation="silu", cu_seqlens=None if bounds is None else bounds.to(device))
+    (dx,) = torch.autograd.grad(y, x, dy)
+    leaf = x.detach().cpu().double().requires_grad_()
+    exact, _ = reference.causal_conv1d(leaf, weight.cpu(), activation="silu", cu_seqlens=bounds)
+    (gradient,) = torch.autograd.grad(exact, leaf, dy.cpu().double())
+    torch.testing.assert_close(y.detach().cpu().double(), exact.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dx.cpu().double(), gradient, rtol=1e-5, atol=1e-5)
+    assert y.stride() == dx.stride() == x.stride()
+
+
 @pytest.mark.parametrize("layout", ("channel-last", "compact"))
 @pytest.mark.parametrize("columns", (3, 4, 6))
 @pytest.mark.parametrize("grad", (False, True))

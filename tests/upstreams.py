@@ -22,7 +22,17 @@ def fla(version: str) -> Path:
     return install([f"fla-core=={version}"], f"fla-core-{version}")
 
 
-def install(requirements: str | Sequence[str], name: str) -> Path:
+def causal_conv1d(version: str) -> Path:
+    """A folder with causal-conv1d built from source without its extension: `causal_conv1d_cuda` has to be stubbed."""
+    # setup.py asks for the torch that is here (no isolation), and FORCE_BUILD keeps it from looking for a wheel
+    options = ["--no-build-isolation", "--no-binary", "causal-conv1d"]
+    env = {"CAUSAL_CONV1D_SKIP_CUDA_BUILD": "TRUE", "CAUSAL_CONV1D_FORCE_BUILD": "TRUE"}
+    return install(f"causal-conv1d=={version}", f"causal-conv1d-{version}", options, env)
+
+
+def install(
+    requirements: str | Sequence[str], name: str, options: Sequence[str] = (), env: Mapping[str, str] | None = None
+) -> Path:
     """The folder `name` in the cache, with these requirements and none of their dependencies; reused when present."""
     cache = Path(os.environ.get("ACCEL_TEST_CACHE") or user_cache_dir("accel-tests"))
     cache.mkdir(parents=True, exist_ok=True)
@@ -34,7 +44,8 @@ def install(requirements: str | Sequence[str], name: str) -> Path:
                 # renamed only when complete: an interrupted run leaves no half-filled folder behind
                 filled = Path(scratch) / name
                 pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-                subprocess.run([*pip, "--target", str(filled), *wanted], check=True)
+                command = [*pip, *options, "--target", str(filled), *wanted]
+                subprocess.run(command, check=True, env={**os.environ, **(env or {})})
                 filled.rename(folder)
     return folder
 

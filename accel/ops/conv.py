@@ -187,7 +187,7 @@ class _Once(torch.autograd.Function):
 def forward(call: ConvCall, facts: DeviceFacts) -> tuple[Tensor, Tensor | None]:
     """y and, where asked for, the final states, without autograd."""
     facts.status.raise_pending()
-    y = _like(call.x)
+    y = _like(call)
     final_states = None
     if call.return_final_states:
         final_states = call.final_states_out
@@ -204,16 +204,21 @@ def forward(call: ConvCall, facts: DeviceFacts) -> tuple[Tensor, Tensor | None]:
 def backward(call: BackwardCall, facts: DeviceFacts, plan: None = None) -> tuple[Tensor | None, ...]:
     """(dx, dweight, dbias, dinitial_states), each None where it is not needed."""
     facts.status.raise_pending()
-    dx = _like(call.x) if call.needs_x else None
+    given = call.dx
+    direct = given is not None and _takes(given, call)
+    dx = given if direct else _like(call) if call.needs_x else None
     dweight = torch.empty_like(call.weight, memory_format=torch.contiguous_format) if call.needs_weight else None
     dbias = torch.empty_like(call.bias, memory_format=torch.contiguous_format) if call.needs_bias else None
     dinitial = None
     if call.needs_initial:
-        dinitial = torch.empty_like(call.initial_states, memory_format=torch.contiguous_format)
+        count, _, length = call.initial_states.shape
+        dinitial = _states(call.x, count, length, call.compact_states)
     if facts.backend == "cute":
         kernels().conv_bwd.launch(call, dx, dweight, dbias, dinitial, facts)
     else:
         cpu.conv_backward(call, dx, dweight, dbias, dinitial, facts.status)
+    if given is not None and not direct:
+        dx = given.copy_(dx)
     return dx, dweight, dbias, dinitial
 
 
@@ -229,12 +234,27 @@ def run_states(call: StatesCall, facts: DeviceFacts, plan: None = None) -> Tenso
     return states
 
 
-def _like(x: Tensor) -> Tensor:
-    # dense in x's memory format: a slice of a wider projection gives a dense [B, T, D] behind it
+def _like(call: ConvCall | BackwardCall) -> Tensor:
+    # dense in x's order of axes: a slice of a wider projection gives a dense [B, T, D] behind it, a slice of a matrix
+    # [D, B * T] a dense one. Packed batch rows need that order too: their tokens lie at one stride
+    x = call.x
     b, d, t = x.shape
+    sb, sd, st = x.stride()
     if is_channel_last(x):
+        if b > 1 and 0 < sb < st and not call.channel_last:
+            return torch.empty((t, b, d), dtype=x.dtype, device=x.device).permute(1, 2, 0)
         return torch.empty((b, t, d), dtype=x.dtype, device=x.device).transpose(1, 2)
+    if b > 1 and 0 < sb < sd:
+        return torch.empty((d, b, t), dtype=x.dtype, device=x.device).transpose(0, 1)
     return torch.empty((b, d, t), dtype=x.dtype, device=x.device)
+
+
+def _takes(dx: Tensor, call: BackwardCall) -> bool:
+    """Whether the kernels write into a given dx: vectors along the axis of x's, packed batch rows at one stride."""
+    if dx.stride(1 if is_channel_last(call.x) else 2) != 1:
+        return False
+    b, _, t = dx.shape
+    return call.cu_seqlens is None or b == 1 or dx.stride(0) == t * dx.stride(2)
 
 
 def _states(x: Tensor, count: int, length: int, compact: bool) -> Tensor:

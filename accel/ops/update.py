@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from accel import cpu
 from accel.admission import admit
-from accel.call import UpdateCall
+from accel.call import UpdateCall, form_of
 from accel.environment import DeviceFacts
 from accel.ops.door import facts_of, kernels
 from accel.reasons import Decline
@@ -68,13 +68,9 @@ def causal_conv1d_update(
     Source: `causal_conv1d_update` of causal-conv1d 1.7.0, and FLA's, whose residual it takes.
     """
     facts = facts_of(x)
-    form = "ND" if x.dim() == 2 else "NDT"
-    like = residual if isinstance(residual, Tensor) and residual.dim() == 3 else x
-    if x.dim() == 3 and x.size(2) == 1 and x.stride(1) == like.stride(1) == 1:
-        form = "ND1"
     call = UpdateCall(
         x,
-        form,
+        form_of(x, residual),
         conv_state,
         weight,
         bias,
