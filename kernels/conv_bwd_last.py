@@ -171,7 +171,7 @@ class ConvBackward(Ring):
         _, blocks, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(tid // 32)
         lane = tid % 32
-        smem = cutlass.utils.SmemAllocator()
+        smem = cutlass.memory.SmemAllocator()
         ring = cute.make_layout(
             (self.row, BATCH, 2, spec.stages, spec.warps),
             stride=(1, self.row, self.row * BATCH, self.row * BATCH * 2, self.row * BATCH * 2 * spec.stages),

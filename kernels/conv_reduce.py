@@ -50,7 +50,7 @@ class ReducePartials:
         lane, group = tid % 32, tid // 32
         parts, _, channels = mPartial.shape
         d = channel_block * 32 + lane
-        smem = cutlass.utils.SmemAllocator()
+        smem = cutlass.memory.SmemAllocator()
         sSum = smem.allocate_tensor(Float32, cute.make_layout((32, GROUPS)), byte_alignment=16)
         total = Float32(0.0)
         if d < channels:

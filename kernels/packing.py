@@ -48,7 +48,7 @@ class MarkStarts:
             cute.arch.griddepcontrol_launch_dependents()
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
-        smem = cutlass.utils.SmemAllocator()
+        smem = cutlass.memory.SmemAllocator()
         malformed = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=4)
         share = cute.ceil_div(mWords.shape[0] - 1, CTAS)
         first = cta * share

@@ -17,7 +17,7 @@ def check_slots(
     mSlots: cute.Tensor, slot_count: Int32, pad_slot: Int32, status: Int64, threads: cutlass.Constexpr[int]
 ):
     """Mark every slot in a bitmap, `BITMAP_SLOTS` a pass, and report one that was marked before."""
-    smem = cutlass.utils.SmemAllocator()
+    smem = cutlass.memory.SmemAllocator()
     bitmap = smem.allocate_tensor(Int32, cute.make_layout(BITMAP_SLOTS // 32), byte_alignment=16)
     tid, _, _ = cute.arch.thread_idx()
     rows = mSlots.shape[0]
