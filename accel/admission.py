@@ -21,12 +21,11 @@ from accel.reasons import Decline, Reason
 
 PLAIN = (Tensor, Parameter)
 _INT_DTYPES = (torch.int32, torch.int64)
-_functorch_level = torch._C._functorch.maybe_current_level
 
 
 def in_transform() -> bool:
     """Whether this thread is inside a torch.func transform or forward-mode differentiation."""
-    return _functorch_level() is not None or forward_ad._current_level >= 0
+    return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
 
 
 def admit(call: UpdateCall | ConvCall | BackwardCall | StatesCall, facts: DeviceFacts) -> Decline | None:
@@ -46,8 +45,7 @@ def update_checks(call: UpdateCall, facts: DeviceFacts) -> Iterator[Decline]:
                 yield Decline(
                     Reason.AUTOGRAD, name, "no gradient (decode is inference only)", "requires_grad", RuntimeError
                 )
-    shape = x.shape
-    rows, channels = ROWS[form]
+    shape, (rows, channels) = x.shape, ROWS[form]
     if len(shape) != len(form) or form not in ("ND", "NDT") and shape[3 - rows - channels] != 1:
         yield Decline(Reason.SHAPE, "x", "[N, D], [N, D, T] or one token a row", _list(shape))
         return
@@ -87,8 +85,7 @@ def update_checks(call: UpdateCall, facts: DeviceFacts) -> Iterator[Decline]:
         yield Decline(Reason.LAYOUT, "conv_state", "memory of its own for each element", f"strides {state.stride()}")
     if intermediate is not None:
         if cache_seqlens is not None:
-            found = "one with a ring"
-            yield Decline(Reason.UNSUPPORTED_ARGUMENT, "intermediate_states_out", "None", found, NotImplementedError)
+            yield Decline(Reason.UNSUPPORTED_ARGUMENT, "intermediate_states_out", "None", "a ring", NotImplementedError)
         expected = (n, shape[2] if len(shape) == 3 and form == "NDT" else 1, d, state.shape[2])
         if intermediate.shape != expected:
             yield Decline(Reason.SHAPE, "intermediate_states_out", _list(expected), _list(intermediate.shape))
@@ -98,9 +95,8 @@ def update_checks(call: UpdateCall, facts: DeviceFacts) -> Iterator[Decline]:
             yield Decline(Reason.LAYOUT, "intermediate_states_out", "memory of its own", "memory that is shared")
 
 
-_UPDATE_NAMES = tuple(
-    "x conv_state weight bias residual cache_seqlens conv_state_indices intermediate_states_out".split()
-)
+_UPDATE = "x conv_state weight bias residual cache_seqlens conv_state_indices intermediate_states_out"
+_UPDATE_NAMES = tuple(_UPDATE.split())
 
 
 def _device_checks(
@@ -133,12 +129,18 @@ def _device_checks(
     return plain
 
 
+def _x_checks(x: Tensor, d: int, contract: Contract) -> Iterator[Decline]:
+    if x.dtype not in contract.dtypes:
+        yield Decline(Reason.DTYPE, "x", _dtypes(contract.dtypes), f"{x.dtype}", TypeError)
+    if d and max(d, x.numel() // d) > contract.max_extent:
+        yield Decline(Reason.SHAPE, "x", f"up to {contract.max_extent} tokens", _list(x.shape), NotImplementedError)
+
+
 def _parameter_checks(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, d: int, contract: Contract
 ) -> Iterator[Decline]:
     dtype = x.dtype
-    if dtype not in contract.dtypes:
-        yield Decline(Reason.DTYPE, "x", _dtypes(contract.dtypes), f"{dtype}", TypeError)
+    yield from _x_checks(x, d, contract)
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.dtype != dtype and tensor.dtype not in contract.parameter_dtypes:
             expected = f"{dtype} or {_dtypes(contract.parameter_dtypes)}"
@@ -160,7 +162,7 @@ def _list(shape: tuple[int, ...]) -> str:
 
 
 def _dtypes(dtypes: tuple[torch.dtype, ...]) -> str:
-    return ", ".join(str(dtype) for dtype in dtypes)
+    return ", ".join(map(str, dtypes))
 
 
 def conv_checks(call: ConvCall, facts: DeviceFacts) -> Iterator[Decline]:
@@ -259,8 +261,7 @@ def states_checks(call: StatesCall, facts: DeviceFacts) -> Iterator[Decline]:
     if x.dim() != 3:
         yield Decline(Reason.SHAPE, "x", "[B, D, T]", _list(x.shape))
         return
-    if x.dtype not in CONV.dtypes:
-        yield Decline(Reason.DTYPE, "x", _dtypes(CONV.dtypes), f"{x.dtype}", TypeError)
+    yield from _x_checks(x, x.shape[1], CONV)
     n = x.shape[0]
     if cu_seqlens is not None:
         yield from _packed_checks("x", x, cu_seqlens)

@@ -29,7 +29,7 @@ class Contract:
     """The limits of one operation, the same on every native backend.
 
     dtypes: of x, the states and the residual; weight and bias have x's dtype or one of `parameter_dtypes`.
-    widths: of the filter. activations: accepted names, None among them.
+    widths: of the filter. activations: accepted names, None among them. max_extent: channels, and tokens of all rows.
     """
 
     op: str
@@ -38,6 +38,7 @@ class Contract:
     min_width: int
     max_width: int
     activations: tuple[str | None, ...]
+    max_extent: int = 2**31 - 1  # of D and of B * T: coordinates have 32 bits, offsets 64
 
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)

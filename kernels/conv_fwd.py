@@ -62,7 +62,6 @@ class ConvSpec(NamedTuple):
     vec: int
     rows: int
     warps: int
-    per_sm: int  # blocks that should fit an SM, which bounds the registers; 0 leaves them to the assembler
     weight_rows: bool  # weight is [D, W] with strides (W, 1)
     align_x: int
     align_y: int
@@ -121,7 +120,6 @@ class ConvForward:
             block=[self.threads, 1, 1],
             stream=stream,
             use_pdl=has_dependent_launch(spec.arch),
-            min_blocks_per_mp=spec.per_sm,
             preferred_smem_carveout=0,
         )
 
@@ -398,7 +396,6 @@ def specify(call, y, final_states, arch: str) -> ConvSpec:
         vec,
         rows,
         warps,
-        0,
         weight_rows,
         vector_alignment(x, channel_last, vector) if unit_stride else 0,
         vector_alignment(y, channel_last, vector),

@@ -43,7 +43,6 @@ class UpdateSpec(NamedTuple):
     align_state: int
     align_weight: int
     align_residual: int
-    threads: int
     arch: str
 
 
@@ -79,8 +78,8 @@ class ConvUpdate:
         rows = mX.shape[0] + 1 if const_expr(spec.has_indices) else mX.shape[0]
         grid_y = cutlass.min(rows, MAX_GRID_Y)
         self.kernel(mX, mState, mWeight, mBias, mResidual, mY, mSlots, pad_slot, status).launch(
-            grid=[cute.ceil_div(mX.shape[1], spec.threads * spec.vec), grid_y, cute.ceil_div(rows, grid_y)],
-            block=[spec.threads, 1, 1],
+            grid=[cute.ceil_div(mX.shape[1], THREADS * spec.vec), grid_y, cute.ceil_div(rows, grid_y)],
+            block=[THREADS, 1, 1],
             stream=stream,
             use_pdl=has_dependent_launch(spec.arch),
         )
@@ -106,7 +105,7 @@ class ConvUpdate:
         tile, by, bz = cute.arch.block_idx()
         _, grid_y, _ = cute.arch.grid_dim()
         row = by + bz * grid_y
-        d = (tile * spec.threads + tid) * spec.vec
+        d = (tile * THREADS + tid) * spec.vec
         if row < mX.shape[0] and d < mX.shape[1]:
             slot = row
             live = Boolean(True)
@@ -124,7 +123,7 @@ class ConvUpdate:
                         report(status, SLOT_OUT_OF_RANGE, row, slot)
         if const_expr(spec.has_indices):
             if row == mX.shape[0] and tile == 0:
-                check_slots(mSlots, mState.shape[0], pad_slot, status, spec.threads)
+                check_slots(mSlots, mState.shape[0], pad_slot, status, THREADS)
 
     @cute.jit
     def step(self, mX, mState, mWeight, mBias, mResidual, mY, row: Int32, slot: Int32, d: Int32):
@@ -307,7 +306,6 @@ def specify(x, form, state, weight, bias, residual, indices, activation: bool, a
         align_state,
         jit.alignment(jit.widest(vec * width * weight_size), weight_size, weight.data_ptr()) if weight_rows else 0,
         0 if residual is None else jit.alignment(row_bytes, size, residual.data_ptr(), residual.stride(rows) * size),
-        THREADS,
         arch,
     )
 

@@ -4,6 +4,7 @@ Facts of a GPU are made up: the tensors stay on the CPU, and so does the device 
 """
 
 import dataclasses
+import itertools
 import mmap
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
@@ -678,3 +679,17 @@ def test_forgotten_facts_take_kept_decisions_along():
     facts = environment.facts(CPU)
     environment.forget()
     assert environment.facts(CPU) is not facts and environment.facts(CPU).plans is not facts.plans
+
+
+def test_more_tokens_than_a_coordinate_holds():
+    """Declined by name: a wrapped coordinate would be a valid one, and the numbers wrong."""
+    x = torch.zeros(1, dtype=torch.bfloat16).expand(1, 1, 2**31)
+    weight = normal(1, W)
+    calls = (
+        ConvCall(x, weight, None, None, None, None, None, None, False, None, W - 1, False, False),
+        StatesCall(x, None, None, W, False),
+    )
+    for call, kind in itertools.product(calls, ("cpu", "cute")):
+        decline = admission.admit(call, made_up(kind))
+        assert decline.reason is Reason.SHAPE and decline.argument == "x" and decline.error is NotImplementedError
+        assert admission.admit(call._replace(x=x[:, :, 1:]), made_up(kind)) is None

@@ -13,7 +13,7 @@ from accel.environment import DeviceFacts, facts
 
 @functools.cache
 def kernels() -> ModuleType:
-    """`accel.kernels` with its kernel files loaded; the first call imports CUTLASS (about half a second)."""
+    """`accel.kernels` with its kernel files loaded; the first call imports CUTLASS."""
     for name in ("conv_update", "conv_update_tokens", "conv_fwd", "conv_bwd", "last_tokens"):
         importlib.import_module(f"accel.kernels.{name}")
     return importlib.import_module("accel.kernels")
