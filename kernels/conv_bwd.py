@@ -10,7 +10,7 @@ import torch
 
 from accel.kernels import conv_bwd_first, conv_bwd_last, conv_bwd_state, conv_reduce, jit
 from accel.kernels.contract import is_channel_last
-from accel.kernels.conv_bwd_ring import BATCH
+from accel.kernels.conv_bwd_last import BATCH
 from accel.kernels.packing import mark_starts
 
 
@@ -58,14 +58,14 @@ def launch(call, dx, dweight, dbias, dinitial, facts) -> None:
         run, blocks = plan(-(-d // (32 * spec.vec)), batch, tokens, facts.sm_count * spec.per_sm, spec.warps)
         if parameters:
             partial = torch.empty((blocks, sums, d), dtype=torch.float32, device=x.device)
-        jit.get(spec, conv_bwd_last.build)(*common, call.seq_idx, dx, partial, run, blocks)
+        jit.get(spec)(*common, call.seq_idx, dx, partial, run, blocks)
     else:
         spec = conv_bwd_first.specify(call, dy, dx, parameters, facts.arch)
         tiles = -(-tokens // conv_bwd_first.TILE)
         batches = min(batch, max(1, conv_bwd_first.WARPS_IN_FLIGHT // (d * tiles)))
         if parameters:
             partial = torch.empty((batches * tiles, sums, d), dtype=torch.float32, device=x.device)
-        jit.get(spec, conv_bwd_first.build)(*common, call.seq_idx, dx, partial, batches)
+        jit.get(spec)(*common, call.seq_idx, dx, partial, batches)
     if partial is not None:
         conv_reduce.launch(partial, dweight, dbias, call.weight.shape[1], facts.arch)
 

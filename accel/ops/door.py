@@ -1,4 +1,4 @@
-"""The one door to CUTLASS, opened at the first native call on a GPU, and the facts of a call's device."""
+"""The one door to the kernels, opened at the first native call on a GPU, and the facts of a call's device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accel.environment import DeviceFacts, facts
 
 @functools.cache
 def kernels() -> ModuleType:
-    """`accel.kernels` with its kernel files loaded; the first call imports CUTLASS."""
+    """`accel.kernels` with its launchers loaded; the compiler is imported where a kernel is not on the disk."""
     for name in ("conv_update", "conv_update_tokens", "conv_fwd", "conv_bwd", "last_tokens"):
         importlib.import_module(f"accel.kernels.{name}")
     return importlib.import_module("accel.kernels")
