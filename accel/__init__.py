@@ -10,6 +10,7 @@ from accel.errors import AccelError, PackedMetadataError, StateIndexError
 from accel.reasons import Reason
 from accel.routes import Route, last_route, record_routes, reset_routes, route_counts
 from accel.switch import accelerate, accelerate_fla, accelerated, is_accelerated, restore
+from accel.warmup import warmup
 
 __all__ = [
     "AccelError",
@@ -28,4 +29,5 @@ __all__ = [
     "reset_routes",
     "restore",
     "route_counts",
+    "warmup",
 ]

@@ -1,4 +1,4 @@
-"""The command line: `python -m accel demo | doctor`, and what generates the README's table.
+"""The command line: `python -m accel demo | doctor | cache`, and what generates the README's table.
 
 Top floor. Imports no upstream: the demo is a script of its own, and doctor asks accelerate().
 """
@@ -16,12 +16,15 @@ from rich.console import Console
 from rich.table import Table
 
 from accel import accelerate, environment, matrix, restore
+from accel.kernels import cache
 
 app = typer.Typer(
     help="Native short causal convolutions for FLA, Mamba and Transformers.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+cache_app = typer.Typer(help="Compiled kernels on disk.", no_args_is_help=True)
+app.add_typer(cache_app, name="cache")
 DISTRIBUTIONS = (
     "fla-accel",
     "torch",
@@ -68,6 +71,22 @@ def doctor() -> None:
         console.print(part)
     if environment.facts(torch.device("cpu")).disabled:
         console.print("ACCEL_DISABLE is set: every call goes to its original", style="yellow")
+
+
+@cache_app.command("info")
+def cache_info() -> None:
+    """Say where compiled kernels are kept, how many there are, and why the folder is not used, if so."""
+    found = cache.info()
+    print(f"{found.folder}: {found.entries} kernels, {found.size / 1024:.0f} KiB")
+    if found.problem:
+        print(f"not used: {found.problem}")
+
+
+@cache_app.command("clear")
+def cache_clear() -> None:
+    """Remove all compiled kernels from the disk; running processes keep theirs."""
+    removed = cache.clear()
+    print(f"{cache.folder()}: {removed} kernels removed")
 
 
 @app.command(hidden=True)

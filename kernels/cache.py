@@ -16,6 +16,7 @@ import logging
 import os
 import pathlib
 import platform
+import re
 import shutil
 import stat
 import sys
@@ -112,7 +113,7 @@ def store(path: pathlib.Path, compiled: Any) -> Callable:
 def info() -> Info:
     """What the cache holds."""
     place = folder()
-    files = [file for file in place.glob("*.so") if file.is_file()] if place.is_dir() else []
+    files = _entries(place)
     problem = ""
     if place.exists():
         try:
@@ -127,12 +128,17 @@ def clear() -> int:
 
     Locks stay: removing one that a process holds would let a second in.
     """
-    entries = list(folder().glob("*.so"))
+    entries = _entries(folder())
     for entry in entries:
         entry.unlink(missing_ok=True)
     for room in folder().glob("new-*"):  # left by a process that died while it stored
         shutil.rmtree(room, ignore_errors=True)
     return len(entries)
+
+
+def _entries(place: pathlib.Path) -> list[pathlib.Path]:
+    # ACCEL_CACHE_DIR may name a place with libraries of somebody else
+    return [path for path in place.glob("*.so") if re.fullmatch("[0-9a-f]{64}", path.stem)]
 
 
 @functools.cache

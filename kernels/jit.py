@@ -25,6 +25,11 @@ def compilations() -> int:
     return _compilations
 
 
+def specifications() -> list[Any]:
+    """Those whose functions this process holds."""
+    return list(_functions)
+
+
 def get(spec: Any) -> Callable:
     """The function of a specification; it is made once, whichever thread comes first."""
     function = _functions.get(spec)

@@ -51,6 +51,27 @@ def test_doctor_says_that_accel_is_disabled():
     assert "ACCEL_DISABLE is set" in accel("doctor", ACCEL_DISABLE="1").stdout
 
 
+def test_the_cache_is_shown_and_cleared(tmp_path):
+    folder = tmp_path / "kernels"
+    folder.mkdir(mode=0o700)
+    (folder / f"{'1' * 64}.so").write_bytes(bytes(2048))
+    (folder / f"{'a' * 64}.so").write_bytes(bytes(1024))
+    (folder / "foreign.so").touch()
+    env = {"ACCEL_CACHE_DIR": str(tmp_path)}
+    assert accel("cache", "info", **env).stdout == f"{folder}: 2 kernels, 3 KiB\n"
+    folder.chmod(0o777)
+    assert "not used: " in accel("cache", "info", **env).stdout
+    assert accel("cache", "clear", **env).stdout == f"{folder}: 2 kernels removed\n"
+    assert [path.name for path in folder.iterdir()] == ["foreign.so"]
+
+
+def test_a_cache_that_is_not_there_yet(tmp_path):
+    for command, said in (("info", "0 kernels, 0 KiB"), ("clear", "0 kernels removed")):
+        done = accel("cache", command, ACCEL_CACHE_DIR=str(tmp_path / "none"))
+        assert done.returncode == 0 and said in done.stdout, done.stderr
+    assert not (tmp_path / "none").exists()
+
+
 def test_readme_table_is_up_to_date():
     readme = (ROOT / "README.md").read_text()
     found = re.search(r"\(support begin.*?\)\n\n(.*?)\n\n\[//\]: # \(support end\)", readme, re.DOTALL)

@@ -32,7 +32,7 @@ FLOORS = (
     ("kernels.device.conv_*",),
     ("admission", "routes", "cpu", "ops", "ops.*"),
     ("dispatch", "nn"),
-    ("adapters", "adapters.*", "patch", "matrix", "switch"),
+    ("adapters", "adapters.*", "patch", "matrix", "switch", "warmup"),
     ("",),
     ("cli", "demo", "__main__"),
 )
