@@ -22,6 +22,7 @@ import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import filelock
@@ -51,8 +52,8 @@ def folder() -> pathlib.Path:
     return (pathlib.Path(chosen) if chosen else platformdirs.user_cache_path("accel")) / "kernels"
 
 
-def get(spec: Any, compile_: Callable[[Any], Callable]) -> Callable:
-    """The function of a specification: loaded, or compiled by `compile_(spec)` and stored.
+def get(spec: Any, compile_: Callable[[Any], Any]) -> Callable:
+    """The function of a specification: loaded, or made of what `compile_(spec)` returns and stored.
 
     Of many processes that want the same one at once, one compiles and the others wait for it.
     """
@@ -60,7 +61,7 @@ def get(spec: Any, compile_: Callable[[Any], Callable]) -> Callable:
         path = _open_folder() / f"{key(spec)}.so"
     except OSError as error:
         _warn(error)
-        return compile_(spec)
+        return _compiler().load(compile_(spec), SYMBOL)
     function = load(path)
     if function is None:
         with _locked(path.with_suffix(".lock")):
@@ -91,12 +92,11 @@ def load(path: pathlib.Path) -> Callable | None:
 
 
 def store(path: pathlib.Path, compiled: Any) -> Callable:
-    """Write an entry at once or not at all; returns its function, or `compiled` where it could not be written."""
-    link = importlib.import_module(f"{__package__}.device.compiler").link
+    """Write an entry at once or not at all; returns its function, which is in memory alone where that failed."""
     try:
         with tempfile.TemporaryDirectory(dir=path.parent, prefix="new-") as room:
             library = pathlib.Path(room) / path.name
-            link(compiled, library, SYMBOL)
+            _compiler().link(compiled, library, SYMBOL)
             content = library.read_bytes()
             library.chmod(0o600)
             with library.open("ab") as file:
@@ -106,8 +106,7 @@ def store(path: pathlib.Path, compiled: Any) -> Callable:
             library.replace(path)
     except OSError as error:
         _warn(error)
-        return compiled
-    return load(path) or compiled
+    return load(path) or _compiler().load(compiled, SYMBOL)
 
 
 def info() -> Info:
@@ -134,6 +133,10 @@ def clear() -> int:
     for room in folder().glob("new-*"):  # left by a process that died while it stored
         shutil.rmtree(room, ignore_errors=True)
     return len(entries)
+
+
+def _compiler() -> ModuleType:
+    return importlib.import_module(f"{__package__}.device.compiler")
 
 
 def _entries(place: pathlib.Path) -> list[pathlib.Path]:

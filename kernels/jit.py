@@ -46,7 +46,7 @@ def body(spec: Any) -> Any:
     return importlib.import_module(f"{__package__}.device.{type(spec).__module__.rpartition('.')[2]}")
 
 
-def _compile(spec: Any) -> Callable:
+def _compile(spec: Any) -> Any:
     global _compilations
     _compilations += 1
     return body(spec).build(spec)

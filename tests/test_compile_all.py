@@ -322,7 +322,9 @@ def artifacts(tmp_path_factory):
         with pytest.MonkeyPatch.context() as patch:
             # the compiler takes the folder for what it keeps from the process's start, not from each call
             patch.setattr(
-                cute, "compile", lambda *args, options: compile_(*args, options=f"{options} --dump-dir {folder}")
+                cute,
+                "compile",
+                lambda *args, options, **others: compile_(*args, options=f"{options} --dump-dir {folder}", **others),
             )
             jit.body(spec).build(spec, keep=True)
         (ptx,), (cubin,) = folder.glob("*.ptx"), folder.glob("*.cubin")  # sm_110a names its files sm_101a

@@ -1,4 +1,8 @@
-"""Compiling a kernel for one architecture, from stand-in tensors, and linking what comes out: no GPU is needed."""
+"""Compiling a kernel for one architecture, from stand-in tensors, and making a function of what comes out.
+
+The compiler would make one itself, of code that it generates a second time: that took twice as long as the compilation.
+No GPU is needed.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from typing import Any
 import cutlass.cute as cute
 import torch
 from cutlass import BFloat16, Float16, Float32, Int32, Int64
-from cutlass.cute.runtime import find_runtime_libraries, make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import find_runtime_libraries, load_module, make_fake_stream, make_fake_tensor
 
 CUTE_DTYPE = {
     torch.bfloat16: BFloat16,
@@ -24,10 +28,14 @@ CUTE_DTYPE = {
 }
 
 
-def compile_for(arch: str, kernel: Any, *args: Any, keep: bool = False) -> Callable:
-    """Compile `kernel(*args, stream)` for one architecture; `keep` leaves PTX and CUBIN files in the working folder."""
+def compile_for(arch: str, kernel: Any, *args: Any, keep: bool = False) -> Any:
+    """Compile `kernel(*args, stream)` for one architecture, to be linked or loaded; it cannot be called yet.
+
+    `keep` leaves PTX and CUBIN files in the working folder.
+    """
     options = f"--enable-tvm-ffi --gpu-arch {arch}" + (" --keep-ptx --keep-cubin" if keep else "")
-    return cute.compile(kernel, *args, make_fake_stream(use_tvm_ffi_env_stream=True), options=options)
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    return cute.compile(kernel, *args, stream, options=options, no_jit_engine=True)
 
 
 def fake(dtype: torch.dtype | None, shape: tuple, stride: tuple) -> Any:
@@ -40,7 +48,7 @@ def fake(dtype: torch.dtype | None, shape: tuple, stride: tuple) -> Any:
 
 
 def link(compiled: Any, library: pathlib.Path, symbol: str) -> None:
-    """Write a compiled function as a shared library in which TVM-FFI finds it as `symbol`.
+    """Write a compiled kernel as a shared library in which TVM-FFI finds its function as `symbol`.
 
     The library names the folders of the two that it needs, so that loading it takes no search. Raises OSError where
     there is no linker, or it fails.
@@ -58,3 +66,14 @@ def link(compiled: Any, library: pathlib.Path, symbol: str) -> None:
     )
     if done.returncode:
         raise OSError(f"{linker[0]} cannot link: {done.stderr.strip()}")
+
+
+def load(compiled: Any, symbol: str) -> Callable:
+    """The function of a compiled kernel, by way of no disk and no linker."""
+    descriptor = os.memfd_create(symbol)
+    try:
+        code = f"/proc/self/fd/{descriptor}"
+        compiled.export_to_c(code, function_name=symbol)
+        return load_module(code, enable_tvm_ffi=True)[symbol]
+    finally:
+        os.close(descriptor)
