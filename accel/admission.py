@@ -6,26 +6,19 @@ A check yields a Decline; `admit` takes the first, `explain` all of them.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.nn import Parameter
 
 from accel.call import ROWS, BackwardCall, ConvCall, StatesCall, UpdateCall
 from accel.environment import DeviceFacts
 from accel.kernels.contract import CONV, UPDATE, Contract, is_channel_last
 from accel.memory import overlap, overlaps_itself, shared
 from accel.reasons import Decline, Reason
+from accel.tracing import abstract, in_transform, kinds_like
 
-PLAIN = (Tensor, Parameter)
 _INT_DTYPES = (torch.int32, torch.int64)
-
-
-def in_transform() -> bool:
-    """Whether this thread is inside a torch.func transform or forward-mode differentiation."""
-    return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
 
 
 def admit(call: UpdateCall | ConvCall | BackwardCall | StatesCall, facts: DeviceFacts) -> Decline | None:
@@ -37,7 +30,9 @@ def update_checks(call: UpdateCall, facts: DeviceFacts) -> Iterator[Decline]:
     """Every failed check of an update."""
     x, form, state, weight, bias, residual, activation, cache_seqlens, indices, _, intermediate = call
     tensors = (x, state, weight, bias, residual, cache_seqlens, indices, intermediate)
-    if not (yield from _device_checks(_UPDATE_NAMES, tensors, facts)):
+    failed, plain = _device_checks(x, _UPDATE_NAMES, tensors, facts)
+    yield from failed
+    if not plain:
         return
     if torch.is_grad_enabled():
         for name, tensor in zip(_UPDATE_NAMES, tensors, strict=True):
@@ -100,33 +95,34 @@ _UPDATE_NAMES = tuple(_UPDATE.split())
 
 
 def _device_checks(
-    names: tuple[str, ...], tensors: tuple[Tensor | None, ...], facts: DeviceFacts
-) -> Generator[Decline, None, bool]:
-    """Checks of every tensor alone; returns whether all are plain, so that their metadata can be asked for."""
-    plain = True
+    x: Tensor, names: tuple[str, ...], tensors: tuple[Tensor | None, ...], facts: DeviceFacts
+) -> tuple[list[Decline], bool]:
+    """Failed checks of every tensor alone, and whether all are plain, so that their metadata can be asked for."""
+    failed, plain = [], True  # no generator: torch.compile takes the result of a `yield from` for None
     if facts.disabled:
-        yield Decline(Reason.DISABLED, "ACCEL_DISABLE", "unset", "1", NotImplementedError)
+        failed.append(Decline(Reason.DISABLED, "ACCEL_DISABLE", "unset", "1", NotImplementedError))
     if in_transform():
-        yield Decline(Reason.FUNCTORCH, "x", "no torch.func transform", "a transform", NotImplementedError)
+        failed.append(Decline(Reason.FUNCTORCH, "x", "no torch.func transform", "a transform", NotImplementedError))
     device = facts.device
+    traced, kinds = abstract(x), kinds_like(x)
     for name, tensor in zip(names, tensors, strict=True):
         if tensor is None:
             if name == "weight":
-                yield Decline(Reason.UNSUPPORTED_ARGUMENT, name, "a tensor", "None", TypeError)
                 plain = False
+                failed.append(Decline(Reason.UNSUPPORTED_ARGUMENT, name, "a tensor", "None", TypeError))
         else:
-            if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_nested:
+            if type(tensor) not in kinds or tensor.layout is not torch.strided or tensor.is_nested:
                 plain = False
-                found = type(tensor).__name__ if type(tensor) not in PLAIN else "a sparse or nested one"
-                yield Decline(Reason.TENSOR_SUBCLASS, name, "a plain tensor", found, TypeError)
-            elif tensor.is_neg():
-                yield Decline(Reason.LAYOUT, name, "memory that holds its values", "a negated view")
+                found = type(tensor).__name__ if type(tensor) not in kinds else "a sparse or nested one"
+                failed.append(Decline(Reason.TENSOR_SUBCLASS, name, "a plain tensor", found, TypeError))
+            elif not traced and tensor.is_neg():
+                failed.append(Decline(Reason.LAYOUT, name, "memory that holds its values", "a negated view"))
             elif tensor.device != device:
-                yield Decline(Reason.DEVICE, name, f"a tensor on {device}", f"one on {tensor.device}")
+                failed.append(Decline(Reason.DEVICE, name, f"a tensor on {device}", f"one on {tensor.device}"))
     if facts.backend is None:
         reason = Reason.ARCH if device.type == "cuda" else Reason.DEVICE
-        yield Decline(reason, "x", "a device that a backend serves", facts.detail, NotImplementedError)
-    return plain
+        failed.append(Decline(reason, "x", "a device that a backend serves", facts.detail, NotImplementedError))
+    return failed, plain
 
 
 def _x_checks(x: Tensor, d: int, contract: Contract) -> Iterator[Decline]:
@@ -169,7 +165,9 @@ def conv_checks(call: ConvCall, facts: DeviceFacts) -> Iterator[Decline]:
     """Every failed check of a full-sequence call."""
     x, weight, bias, residual, activation, cu_seqlens, seq_idx, initial, _, final, state_len, _, channel_last = call
     tensors = (x, weight, bias, residual, cu_seqlens, seq_idx, initial, final)
-    if not (yield from _device_checks(_CONV_NAMES, tensors, facts)):
+    failed, plain = _device_checks(x, _CONV_NAMES, tensors, facts)
+    yield from failed
+    if not plain:
         return
     if x.dim() != 3:
         yield Decline(Reason.SHAPE, "x", "[B, D, T]", _list(x.shape))
@@ -239,7 +237,9 @@ def backward_checks(call: BackwardCall, facts: DeviceFacts) -> Iterator[Decline]
     for name, gradient, shape in gradients:
         if gradient is None:
             continue
-        if not (yield from _device_checks((name,), (gradient,), facts)):
+        failed, plain = _device_checks(x, (name,), (gradient,), facts)
+        yield from failed
+        if not plain:
             return
         if gradient.shape != shape:
             yield Decline(Reason.SHAPE, name, _list(shape), _list(gradient.shape))
@@ -256,7 +256,9 @@ def backward_checks(call: BackwardCall, facts: DeviceFacts) -> Iterator[Decline]
 def states_checks(call: StatesCall, facts: DeviceFacts) -> Iterator[Decline]:
     """Every failed check of a call for the last tokens of each sequence."""
     x, initial, cu_seqlens, state_len, _ = call
-    if not (yield from _device_checks(("x", "initial_states", "cu_seqlens"), (x, initial, cu_seqlens), facts)):
+    failed, plain = _device_checks(x, ("x", "initial_states", "cu_seqlens"), (x, initial, cu_seqlens), facts)
+    yield from failed
+    if not plain:
         return
     if x.dim() != 3:
         yield Decline(Reason.SHAPE, "x", "[B, D, T]", _list(x.shape))
@@ -292,9 +294,4 @@ _CONV_NAMES = ("x", "weight", "bias", "residual", "cu_seqlens", "seq_idx", "init
 _BACKWARD_NAMES = ("x", "dy", "dfinal_states", *_CONV_NAMES[1:-1])
 
 
-CHECKS = {
-    UpdateCall: update_checks,
-    ConvCall: conv_checks,
-    BackwardCall: backward_checks,
-    StatesCall: states_checks,
-}
+CHECKS = {UpdateCall: update_checks, ConvCall: conv_checks, BackwardCall: backward_checks, StatesCall: states_checks}

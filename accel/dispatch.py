@@ -10,11 +10,13 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from torch.compiler import is_compiling
+
 from accel import admission, environment
 from accel.call import BackwardCall, ConvCall, StatesCall, UpdateCall
-from accel.ops import conv, update
+from accel.ops import conv, states, update
 from accel.reasons import Decline, Reason
-from accel.routes import Route, amend, profiler_range, profiling, record
+from accel.routes import Route, amend, note, profiler_range, profiling, record
 
 
 class Operation(NamedTuple):
@@ -30,8 +32,8 @@ class Operation(NamedTuple):
 OPERATIONS: dict[type, Operation] = {
     UpdateCall: Operation(update.prepare, update.run),
     ConvCall: Operation(admission.admit, conv.run),
-    BackwardCall: Operation(admission.admit, conv.backward),
-    StatesCall: Operation(admission.admit, conv.run_states),
+    BackwardCall: Operation(admission.admit, conv.run_backward),
+    StatesCall: Operation(admission.admit, states.run),
 }
 
 
@@ -84,13 +86,17 @@ def run(binding: Binding, args: tuple, kwargs: dict) -> Any:
         call = binding.adapter.read(*args, **kwargs)
     except Exception as error:
         call = _unreadable(error)
-    if type(call) is Decline:
+    if isinstance(call, Decline):
         return _fall_back(binding, call, args, kwargs)
     facts = environment.facts(call.x.device)
     operation = binding.operation
-    plan = operation.prepare(call, facts)
-    if type(plan) is Decline:
+    tracing = is_compiling()
+    plan = admission.admit(call, facts) if tracing else operation.prepare(call, facts)
+    if isinstance(plan, Decline):
         return _fall_back(binding, plan, args, kwargs)
+    if tracing:
+        note(binding.target, binding.callable, "native", facts.backend, None, "")
+        return binding.adapter.give(operation.run(call, facts, plan), call)
     record(binding.native[facts.backend])
     try:
         if profiling():
@@ -109,6 +115,9 @@ def _unreadable(error: Exception) -> Decline:
 
 
 def _fall_back(binding: Binding, decline: Decline, args: tuple, kwargs: dict) -> Any:
+    if is_compiling():
+        note(binding.target, binding.callable, "fallback", None, decline.reason.value, str(decline))
+        return binding.original(*args, **kwargs)
     record(Route(binding.target, binding.callable, "fallback", None, decline.reason.value, str(decline)))
     if profiling():
         with profiler_range(binding.target, "fallback"):
@@ -138,7 +147,7 @@ def explain(function: Callable, *args: Any, **kwargs: Any) -> Explanation:
         call = binding.adapter.read(*args, **kwargs)
     except Exception as error:
         call = _unreadable(error)
-    if type(call) is Decline:
+    if isinstance(call, Decline):
         failed = (call,)
     else:
         facts = environment.facts(call.x.device)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from accel.errors import StatusWord
+from accel.tracing import constant
 
 # compute capability -> the name the compiler takes; the "a" targets unlock an architecture's own instructions
 ARCHITECTURES = {
@@ -56,8 +57,9 @@ _facts: dict[torch.device, DeviceFacts] = {}
 _lock = threading.Lock()
 
 
+@constant
 def facts(device: torch.device) -> DeviceFacts:
-    """The facts of a device; a dict hit after the first call."""
+    """The facts of a device; a dict hit after the first call, and a constant of a compiled graph."""
     found = _facts.get(device)
     if found is None:
         with _lock:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 class AccelError(RuntimeError):
@@ -46,7 +47,8 @@ class StatusWord:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._words = torch.zeros(2, dtype=torch.int64, pin_memory=device.type == "cuda")
+        with _disable_current_modes():  # the first call on a device may be one that a fake-tensor mode traces
+            self._words = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
         self.address = self._words.data_ptr()
         self.view = (ctypes.c_int64 * 2).from_address(self.address)
 

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from accel.tracing import abstract
+
 
 def overlaps_itself(tensor: Tensor) -> bool:
     """Whether two elements of a tensor may share memory."""
@@ -20,8 +22,8 @@ def overlaps_itself(tensor: Tensor) -> bool:
 
 def overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors may share memory: by byte ranges, for one address may be wrapped in two storages."""
-    if a.numel() == 0 or b.numel() == 0:
-        return False
+    if abstract(a) or a.numel() == 0 or b.numel() == 0:
+        return False  # without data there are no addresses: the registered operator asks again when it runs
     return a.data_ptr() < _end(b) and b.data_ptr() < _end(a)
 
 

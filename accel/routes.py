@@ -1,6 +1,7 @@
 """What served each call: the one recorder of routes, with counters, first-fallback log and profiler ranges.
 
-Imports torch only. Recording costs a thread-local write and a counter; ranges cost nothing while no profiler is on.
+Recording costs a thread-local write and a counter; ranges cost nothing while no profiler is on.
+A call in a compiled or exported graph is recorded when it is traced, not each time the graph runs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch.autograd.profiler as profiler
+
+from accel.tracing import constant
 
 log = logging.getLogger("accel")
 if os.environ.get("ACCEL_LOG", "").lower() == "debug":
@@ -66,6 +69,12 @@ def record(route: Route) -> None:
         recording.append(route)
     if path != "native":
         _log_once(route)
+
+
+@constant
+def note(*fields: str | None) -> None:
+    """`record` for a call that is being traced: done once, while the graph is made, and nothing when the graph runs."""
+    record(Route(*fields))
 
 
 def amend(route: Route, instead: Route) -> None:

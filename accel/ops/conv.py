@@ -1,21 +1,24 @@
-"""`causal_conv1d` and `causal_conv1d_varlen_states`: full sequences, forward and backward.
+"""`causal_conv1d`: full sequences, forward and backward.
 
 Allocates outputs and launches; admission has checked everything. The autograd node is made only where a gradient is
-asked for.
+asked for, and torch.compile, modes and fake tensors get the registered operator instead.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from accel import cpu
 from accel.admission import admit
-from accel.call import BackwardCall, ConvCall, StatesCall
+from accel.call import BackwardCall, ConvCall
 from accel.environment import DeviceFacts
 from accel.kernels.contract import is_channel_last
 from accel.ops.door import facts_of, kernels
 from accel.reasons import Decline
+from accel.tracing import observed
 
 
 def causal_conv1d(
@@ -82,43 +85,33 @@ def causal_conv1d(
         False,
         False,
     )
-    _refuse("causal_conv1d", admit(call, facts))
+    refuse("causal_conv1d", admit(call, facts))
     return run(call, facts)
 
 
-def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -> Tensor:
-    """The last `state_len` tokens of each packed sequence, zeros before its start.
-
-    Args:
-        x: [T, D], any strides, bf16, fp16 or fp32.
-        cu_seqlens: [N+1] int32 or int64.
-        state_len: columns of the states.
-
-    Returns:
-        [N, D, state_len], channel-last (stride 1 over D); no gradient.
-
-    Source: `causal_conv1d_varlen_states` of causal-conv1d 1.7.0.
-    """
-    facts = facts_of(x)
-    if x.dim() != 2:
-        raise ValueError(f"causal_conv1d_varlen_states: x: expected [T, D], got {list(x.shape)}")
-    call = StatesCall(x.detach().t().unsqueeze(0), None, cu_seqlens, state_len, False)
-    _refuse("causal_conv1d_varlen_states", admit(call, facts))
-    return run_states(call, facts)
-
-
-def _refuse(name: str, decline: Decline | None) -> None:
+def refuse(name: str, decline: Decline | None) -> None:
+    """Raise the error of a failed check."""
     if decline is not None:
         raise decline.error(f"{name}: {decline}")
 
 
 def run(call: ConvCall, facts: DeviceFacts, plan: None = None) -> Tensor | tuple[Tensor, Tensor]:
     """Serve an admitted call; through autograd only where something requires a gradient."""
-    if torch.is_grad_enabled() and _requires_grad(call):
+    if observed(call.x):
+        outputs = _operator(call)
+    elif torch.is_grad_enabled() and _requires_grad(call):
         outputs = _Conv.apply(call, facts, call.x, call.weight, call.bias, call.residual, call.initial_states)
-        return outputs if call.return_final_states else outputs[0]
-    outputs = forward(call, facts)
+    else:
+        outputs = forward(call, facts)
     return outputs if call.return_final_states else outputs[0]
+
+
+def _operator(call: ConvCall) -> tuple[Tensor, Tensor]:
+    arguments = [value for name, value in zip(call._fields, call, strict=True) if name != "final_states_out"]
+    y, final_states = torch.ops.accel.causal_conv1d(*arguments)
+    if call.final_states_out is not None:
+        final_states = call.final_states_out.copy_(final_states)
+    return y, final_states
 
 
 def _requires_grad(call: ConvCall) -> bool:
@@ -131,45 +124,56 @@ def _requires_grad(call: ConvCall) -> bool:
 class _Conv(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: ConvCall, facts: DeviceFacts, x, weight, bias, residual, initial_states):
-        ctx.facts = facts
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight, bias, initial_states, call.cu_seqlens, call.seq_idx)
-        ctx.activation, ctx.state_len = call.activation, call.state_len
-        y, final_states = forward(call, facts)
-        return y, final_states
+        keep(ctx, call, facts)
+        return forward(call, facts)
 
     @staticmethod
     def backward(ctx, dy, dfinal_states):
-        x, weight, bias, initial_states, cu_seqlens, seq_idx = ctx.saved_tensors
-        _, _, needs_x, needs_weight, needs_bias, needs_residual, needs_initial = ctx.needs_input_grad
-        if dy is None and dfinal_states is None:
-            return (None,) * 7
-        call = BackwardCall(
-            x,
-            dy,
-            dfinal_states,
-            weight,
-            bias,
-            None,
-            ctx.activation,
-            cu_seqlens,
-            seq_idx,
-            initial_states,
-            ctx.state_len,
-            needs_x,
-            needs_weight,
-            needs_bias,
-            needs_initial,
-            False,
-        )
-        gradients = backward(call, ctx.facts)
-        if torch.is_grad_enabled():
-            gradients = _Once.apply(x, weight, *gradients)
-        dx, dweight, dbias, dinitial = gradients
-        dresidual = dy if needs_residual else None
-        if needs_residual and seq_idx is not None:
-            dresidual = dy.masked_fill((seq_idx < 0).unsqueeze(1), 0)
-        return None, None, dx, dweight, dbias, dresidual, dinitial
+        return None, None, *gradients(ctx, ctx.needs_input_grad[2:], dy, dfinal_states)
+
+
+def keep(ctx: Any, call: ConvCall, facts: DeviceFacts) -> None:
+    """What `gradients` will need."""
+    ctx.facts = facts
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(call.x, call.weight, call.bias, call.initial_states, call.cu_seqlens, call.seq_idx)
+    ctx.activation, ctx.state_len = call.activation, call.state_len
+
+
+def gradients(
+    ctx: Any, needs: tuple[bool, ...], dy: Tensor | None, dfinal_states: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Those of x, weight, bias, residual and initial states; `needs` says which."""
+    x, weight, bias, initial_states, cu_seqlens, seq_idx = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias, needs_residual, needs_initial = needs
+    if dy is None and dfinal_states is None:
+        return (None,) * 5
+    call = BackwardCall(
+        x,
+        dy,
+        dfinal_states,
+        weight,
+        bias,
+        None,
+        ctx.activation,
+        cu_seqlens,
+        seq_idx,
+        initial_states,
+        ctx.state_len,
+        needs_x,
+        needs_weight,
+        needs_bias,
+        needs_initial,
+        False,
+    )
+    found = run_backward(call, ctx.facts)
+    if torch.is_grad_enabled():
+        found = _Once.apply(x, weight, *found)
+    dx, dweight, dbias, dinitial = found
+    dresidual = dy if needs_residual else None
+    if dresidual is not None and seq_idx is not None:
+        dresidual = dy.masked_fill((seq_idx < 0).unsqueeze(1), 0)
+    return dx, dweight, dbias, dresidual, dinitial
 
 
 class _Once(torch.autograd.Function):
@@ -184,16 +188,21 @@ class _Once(torch.autograd.Function):
         raise RuntimeError("causal_conv1d: the second derivative is not implemented")
 
 
+def allocate(call: ConvCall) -> tuple[Tensor, Tensor | None]:
+    """y and the final states, unwritten."""
+    y = _like(call)
+    if not call.return_final_states:
+        return y, None
+    if call.final_states_out is not None:
+        return y, call.final_states_out
+    count = call.x.shape[0] if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
+    return y, states_of(call.x, count, call.state_len, call.compact_states)
+
+
 def forward(call: ConvCall, facts: DeviceFacts) -> tuple[Tensor, Tensor | None]:
     """y and, where asked for, the final states, without autograd."""
     facts.status.raise_pending()
-    y = _like(call)
-    final_states = None
-    if call.return_final_states:
-        final_states = call.final_states_out
-        if final_states is None:
-            count = call.x.shape[0] if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
-            final_states = _states(call.x, count, call.state_len, call.compact_states)
+    y, final_states = allocate(call)
     if facts.backend == "cute":
         kernels().conv_fwd.launch(call, y, final_states, facts)
     else:
@@ -201,18 +210,35 @@ def forward(call: ConvCall, facts: DeviceFacts) -> tuple[Tensor, Tensor | None]:
     return y, final_states
 
 
-def backward(call: BackwardCall, facts: DeviceFacts, plan: None = None) -> tuple[Tensor | None, ...]:
-    """(dx, dweight, dbias, dinitial_states), each None where it is not needed."""
-    facts.status.raise_pending()
-    given = call.dx
-    direct = given is not None and _takes(given, call)
-    dx = given if direct else _like(call) if call.needs_x else None
+def allocate_backward(call: BackwardCall, dx: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    """(dx, dweight, dbias, dinitial_states), unwritten, each None where it is not needed; `dx` where there is one."""
+    if dx is None and call.needs_x:
+        dx = _like(call)
     dweight = torch.empty_like(call.weight, memory_format=torch.contiguous_format) if call.needs_weight else None
     dbias = torch.empty_like(call.bias, memory_format=torch.contiguous_format) if call.needs_bias else None
     dinitial = None
     if call.needs_initial:
         count, _, length = call.initial_states.shape
-        dinitial = _states(call.x, count, length, call.compact_states)
+        dinitial = states_of(call.x, count, length, call.compact_states)
+    return dx, dweight, dbias, dinitial
+
+
+def run_backward(call: BackwardCall, facts: DeviceFacts, plan: None = None) -> tuple[Tensor | None, ...]:
+    """(dx, dweight, dbias, dinitial_states), each None where it is not needed."""
+    if not observed(call.x):
+        return backward(call, facts)
+    found = torch.ops.accel.causal_conv1d_backward(*call[:-1])
+    needs = (call.needs_x, call.needs_weight, call.needs_bias, call.needs_initial)
+    dx, *others = (gradient if needed else None for gradient, needed in zip(found, needs, strict=True))
+    return call.dx.copy_(dx) if call.dx is not None else dx, *others
+
+
+def backward(call: BackwardCall, facts: DeviceFacts) -> tuple[Tensor | None, ...]:
+    """The gradients of an admitted call, in a given dx where there is one."""
+    facts.status.raise_pending()
+    given = call.dx
+    direct = given is not None and _takes(given, call)
+    dx, dweight, dbias, dinitial = allocate_backward(call, given if direct else None)
     if facts.backend == "cute":
         kernels().conv_bwd.launch(call, dx, dweight, dbias, dinitial, facts)
     else:
@@ -220,18 +246,6 @@ def backward(call: BackwardCall, facts: DeviceFacts, plan: None = None) -> tuple
     if given is not None and not direct:
         dx = given.copy_(dx)
     return dx, dweight, dbias, dinitial
-
-
-def run_states(call: StatesCall, facts: DeviceFacts, plan: None = None) -> Tensor:
-    """The last tokens of every sequence, after its initial state."""
-    facts.status.raise_pending()
-    count = call.x.shape[0] if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
-    states = _states(call.x, count, call.state_len, call.compact_states)
-    if facts.backend == "cute":
-        kernels().last_tokens.launch(call, states, facts)
-    else:
-        cpu.states(call, states, facts.status)
-    return states
 
 
 def _like(call: ConvCall | BackwardCall) -> Tensor:
@@ -257,7 +271,8 @@ def _takes(dx: Tensor, call: BackwardCall) -> bool:
     return call.cu_seqlens is None or b == 1 or dx.stride(0) == t * dx.stride(2)
 
 
-def _states(x: Tensor, count: int, length: int, compact: bool) -> Tensor:
+def states_of(x: Tensor, count: int, length: int, compact: bool) -> Tensor:
+    """Unwritten states [count, D, length]."""
     d = x.shape[1]
     if compact:
         return torch.empty((count, d, length), dtype=x.dtype, device=x.device)

@@ -8,6 +8,7 @@ from types import NoneType
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from accel import cpu
 from accel.admission import admit
@@ -15,6 +16,7 @@ from accel.call import UpdateCall, form_of
 from accel.environment import DeviceFacts
 from accel.ops.door import facts_of, kernels
 from accel.reasons import Decline
+from accel.tracing import function_modes, observed
 
 try:
     from torch._C._dynamo.guards import TensorGuards
@@ -81,18 +83,18 @@ def causal_conv1d_update(
         pad_slot_id,
         intermediate_states_out,
     )
-    plan = prepare(call, facts)
+    plan = admit(call, facts) if is_compiling() else prepare(call, facts)
     if isinstance(plan, Decline):
         raise plan.error(f"causal_conv1d_update: {plan}")
     return run(call, facts, plan)
 
 
-def prepare(call: UpdateCall, facts: DeviceFacts) -> Callable | None | Decline:
-    """Admit a call and find the compiled kernel for it, or the failed check; None where no kernel is needed.
+def prepare(call: UpdateCall, facts: DeviceFacts, inside: bool = False) -> Callable | None | Decline:
+    """Admit a call and find the compiled kernel for it, or the failed check; None where `run` needs no kernel.
 
     A decode step repeats the same metadata thousands of times, so an answer is kept behind a guard that compares the
     metadata, dispatch keys included, in C++. What it does not see is looked at in every call: addresses, forward-mode
-    differentiation, and what is part of the kind.
+    differentiation, function modes, and what is part of the kind. `inside`: the registered operator asks.
     """
     x, form, state, weight, bias, residual, activation, cache_seqlens, indices, _, intermediate = call
     one_token = form != "NDT" and cache_seqlens is None and intermediate is None
@@ -104,14 +106,14 @@ def prepare(call: UpdateCall, facts: DeviceFacts) -> Callable | None | Decline:
         if bias is not None or residual is not None or indices is not None:
             tensors = tuple(tensor for tensor in (*tensors, bias, residual, indices) if tensor is not None)
         known = facts.plans.get(kind)
-        if known is not None and forward_ad._current_level < 0:
+        if known is not None and forward_ad._current_level < 0 and not (function_modes() and observed(x)):
             plan = _kept(known, tensors)
             if plan is not None:
                 return plan
     decline = admit(call, facts)
     if decline is not None:
         return decline
-    if facts.backend != "cute" or x.numel() == 0:
+    if facts.backend != "cute" or x.numel() == 0 or not inside and observed(x):
         return None
     if not one_token:
         return kernels().conv_update_tokens.find(call, facts.arch)
@@ -143,8 +145,10 @@ def _aligned(tensors: tuple[Tensor, ...]) -> bool:
     return not bits & 15
 
 
-def run(call: UpdateCall, facts: DeviceFacts, plan: Callable | None) -> Tensor:
-    """Serve a prepared call on the backend of its device."""
+def run(call: UpdateCall, facts: DeviceFacts, plan: Callable | None, inside: bool = False) -> Tensor:
+    """Serve a prepared call on the backend of its device; through the registered operator where somebody observes."""
+    if plan is None and not inside and observed(call.x):
+        return torch.ops.accel.causal_conv1d_update(*call)
     status = facts.status
     status.raise_pending()
     x, _, state, weight, bias, residual, _, _, indices, pad_slot_id, _ = call
