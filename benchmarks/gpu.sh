@@ -35,6 +35,8 @@ step() { # NAME -> its default limit in seconds and its command
     decode) limit=240 command="python3 -m benchmarks.decode --out $OUT/decode.json" ;;
     decode-quick) limit=180 command="python3 -m benchmarks.decode --quick --out $OUT/decode.json" ;;
     decode-ours) limit=90 command="python3 -m benchmarks.decode --quick --only accel --out $OUT/decode-ours.json" ;;
+    host) limit=240 command="python3 -m benchmarks.host --out $OUT/host.json" ;;
+    cold) limit=400 command="python3 -m benchmarks.cold --out $OUT/cold.json" ;;
     conv) limit=420 command="python3 -m benchmarks.conv --out $OUT/conv.json" ;;
     conv-quick) limit=300 command="python3 -m benchmarks.conv --quick --out $OUT/conv.json" ;;
     conv-ours) limit=120 command="python3 -m benchmarks.conv --quick --only 'accel (ops),gluon' --out $OUT/conv-ours.json" ;;
