@@ -69,6 +69,7 @@ def doctor() -> None:
         targets.add_row(name, "no" if reason else "yes", reason)
     for part in (versions, devices, targets):
         console.print(part)
+    console.print(f"compiled kernels in {_cache_state()}", soft_wrap=True)
     if environment.facts(torch.device("cpu")).disabled:
         console.print("ACCEL_DISABLE is set: every call goes to its original", style="yellow")
 
@@ -76,10 +77,7 @@ def doctor() -> None:
 @cache_app.command("info")
 def cache_info() -> None:
     """Say where compiled kernels are kept, how many there are, and why the folder is not used, if so."""
-    found = cache.info()
-    print(f"{found.folder}: {found.entries} kernels, {found.size / 1024:.0f} KiB")
-    if found.problem:
-        print(f"not used: {found.problem}")
+    print(_cache_state())
 
 
 @cache_app.command("clear")
@@ -111,6 +109,12 @@ def support_table(table: matrix.Matrix) -> str:
     compiled, run = table.architectures.compiled, table.architectures.run
     lines += ["", f"Compiled for {', '.join(compiled)}; run on {', '.join(run)}."]
     return "\n".join(lines)
+
+
+def _cache_state() -> str:
+    found = cache.info()
+    state = f"{found.folder}: {found.entries} kernels, {found.size / 1024:.0f} KiB"
+    return f"{state}\nnot used: {found.problem}" if found.problem else state
 
 
 def _devices() -> list[torch.device]:

@@ -49,7 +49,7 @@ class Info(NamedTuple):
 def folder() -> pathlib.Path:
     """Where the entries are: `kernels` in ACCEL_CACHE_DIR or in the user's cache folder."""
     chosen = os.environ.get("ACCEL_CACHE_DIR")
-    return (pathlib.Path(chosen) if chosen else platformdirs.user_cache_path("accel")) / "kernels"
+    return (pathlib.Path(chosen).expanduser() if chosen else platformdirs.user_cache_path("accel")) / "kernels"
 
 
 def get(spec: Any, compile_: Callable[[Any], Any]) -> Callable:

@@ -309,6 +309,8 @@ def test_a_compiler_of_unknown_version_is_not_trusted_to_the_disk(monkeypatch, k
 
 def test_where_the_folder_is(monkeypatch, tmp_path):
     assert cache.folder() == tmp_path / "cache" / "kernels"
+    monkeypatch.setenv("ACCEL_CACHE_DIR", "~/elsewhere")
+    assert cache.folder() == pathlib.Path.home() / "elsewhere" / "kernels"
     for unset in (lambda: monkeypatch.setenv("ACCEL_CACHE_DIR", ""), lambda: monkeypatch.delenv("ACCEL_CACHE_DIR")):
         unset()
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))

@@ -44,6 +44,7 @@ def test_doctor():
     assert done.returncode == 0, done.stderr
     for word in (*cli.DISTRIBUTIONS, "torch on the CPU", *matrix.load().targets, *matrix.load().planned):
         assert word in done.stdout, f"{word} is missing in\n{done.stdout}"
+    assert re.search(r"^compiled kernels in /\S+/kernels: \d+ kernels, ", done.stdout, re.MULTILINE), done.stdout
     assert re.search(r"mamba\b.*not available in this version", done.stdout)
 
 
