@@ -104,9 +104,13 @@ def store(path: pathlib.Path, compiled: Any) -> Callable:
                 file.flush()
                 os.fsync(file.fileno())
             library.replace(path)
+        function = load(path)
+        if function is None:
+            raise OSError(f"{path} was written and cannot be loaded; may files there be executed?")
     except OSError as error:
         _warn(error)
-    return load(path) or _compiler().load(compiled, SYMBOL)
+        return _compiler().load(compiled, SYMBOL)
+    return function
 
 
 def info() -> Info:

@@ -234,6 +234,14 @@ def test_a_full_disk(monkeypatch, kept_in_memory):
     assert {path.suffix for path in cache.folder().iterdir()} == {".lock"}
 
 
+def test_a_place_without_execution(monkeypatch, kept_in_memory):
+    def refuse_to_map(path):
+        raise RuntimeError(f"{path}: failed to map segment from shared object")
+
+    monkeypatch.setattr(importlib.import_module("tvm_ffi"), "load_module", refuse_to_map)
+    assert "cannot be loaded" in kept_in_memory()
+
+
 def test_no_linker(monkeypatch, tmp_path, kept_in_memory):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
