@@ -11,12 +11,12 @@ from accel.tracing import abstract
 
 def overlaps_itself(tensor: Tensor) -> bool:
     """Whether two elements of a tensor may share memory."""
-    reach = 0
-    for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if extent > 1:
-            if stride <= reach:
-                return True
-            reach += (extent - 1) * stride
+    axes = [(stride, extent) for stride, extent in zip(tensor.stride(), tensor.shape, strict=True) if extent > 1]
+    for axis, (stride, _) in enumerate(axes):
+        # not sorted, because torch.compile cannot sort symbolic strides
+        inner = [(extent - 1) * step for other, (step, extent) in enumerate(axes) if other != axis and step <= stride]
+        if stride <= sum(inner):
+            return True
     return False
 
 

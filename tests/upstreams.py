@@ -66,3 +66,13 @@ def run_python(
         text=True,
         timeout=timeout,
     )
+
+
+def run_parity(script: Path, marker: str, path: Sequence[Path], **env: str) -> str:
+    """Run a parity file with pytest in a process that sees these folders; its output, which is a failure's message."""
+    options = ["-q", "-m", marker, "-p", "no:cacheprovider", "--tb=short", "--show-capture=no", str(script)]
+    # the test that asks is the one that counts as evidence; no untimed choice of FLA's autotuner outlives it
+    env |= {"ACCEL_EVIDENCE": os.devnull, "FLA_CACHE_RESULTS": "0"}
+    done = run_python(f"import pytest, sys; sys.exit(pytest.main({options!r}))", path=path, env=env, timeout=900)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    return done.stdout
