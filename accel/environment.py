@@ -63,6 +63,8 @@ def facts(device: torch.device) -> DeviceFacts:
     found = _facts.get(device)
     if found is None:
         with _lock:
+            if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                return _answer(device, detail="the first call ever, in the capture of a CUDA graph: make one before it")
             found = _facts.setdefault(device, _probe(device))
     return found
 
@@ -70,7 +72,7 @@ def facts(device: torch.device) -> DeviceFacts:
 def check() -> None:
     """Wait for the GPUs that `accel` has used, and raise the device error that an earlier call left, if any."""
     for found in tuple(_facts.values()):
-        if found.device.type == "cuda":
+        if found.backend == "cute":
             torch.cuda.synchronize(found.device)
         found.status.raise_pending()
 
@@ -96,20 +98,23 @@ def _flag(name: str) -> bool:
 
 
 def _probe(device: torch.device) -> DeviceFacts:
-    def answer(backend, arch, detail, sm_count=0):
-        word = StatusWord(device)
-        return DeviceFacts(device, backend, arch, detail, sm_count, _flag("ACCEL_DISABLE"), _flag("ACCEL_TRAP"), word)
-
     if device.type == "cpu":
-        return answer("cpu", None, "torch on the CPU")
-    if device.type != "cuda" or torch.version.hip is not None:
-        return answer(None, None, f"no backend for {device.type} devices")
+        return _answer(device, "cpu", detail="torch on the CPU")
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return _answer(device, detail=f"no backend for {device.type} devices")  # a fake tensor may name an absent one
     properties = torch.cuda.get_device_properties(device)
     arch = ARCHITECTURES.get((properties.major, properties.minor))
     if arch is None:
         found = f"{properties.name} is sm_{properties.major}{properties.minor}"
-        return answer(None, None, f"{found}; known are {', '.join(ARCHITECTURES.values())}")
+        return _answer(device, detail=f"{found}; known are {', '.join(ARCHITECTURES.values())}")
     for module, package in (("cutlass", "nvidia-cutlass-dsl"), ("tvm_ffi", "apache-tvm-ffi")):
         if importlib.util.find_spec(module) is None:
-            return answer(None, arch, f"{package} is not installed")
-    return answer("cute", arch, properties.name, properties.multi_processor_count)
+            return _answer(device, arch=arch, detail=f"{package} is not installed")
+    return _answer(device, "cute", arch, properties.name, properties.multi_processor_count)
+
+
+def _answer(
+    device: torch.device, backend: str | None = None, arch: str | None = None, detail: str = "", sm_count: int = 0
+) -> DeviceFacts:
+    word = StatusWord(device if backend else torch.device("cpu"))  # nothing is pinned for a device that is not served
+    return DeviceFacts(device, backend, arch, detail, sm_count, _flag("ACCEL_DISABLE"), _flag("ACCEL_TRAP"), word)

@@ -8,12 +8,13 @@ takes torch tensors by position through TVM-FFI, switches to their device and la
 
 from __future__ import annotations
 
+import functools
 import importlib
 import threading
 from collections.abc import Callable
 from typing import Any
 
-from accel.kernels import cache
+from accel.kernels import cache, capture
 
 _functions: dict[Any, Callable] = {}
 _lock = threading.Lock()
@@ -31,13 +32,17 @@ def specifications() -> list[Any]:
 
 
 def get(spec: Any) -> Callable:
-    """The function of a specification; it is made once, whichever thread comes first."""
+    """The function of a specification; it is made once, whichever thread comes first.
+
+    Until it has been called it is a `capture.FirstCall`, so that a CUDA graph may be captured around its first call.
+    """
     function = _functions.get(spec)
     if function is None:
-        with _lock:
+        with _lock, capture.relaxed():
             function = _functions.get(spec)
             if function is None:
-                function = _functions[spec] = cache.get(spec, _compile)
+                made = cache.get(spec, _compile)
+                function = _functions[spec] = capture.FirstCall(made, functools.partial(_functions.__setitem__, spec))
     return function
 
 

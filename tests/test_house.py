@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # Ground first. A module imports from its own floor and from those below.
 FLOORS = (
     ("call", "errors", "memory", "reasons", "environment", "tracing", "triton_cpu"),
-    ("kernels", "kernels.contract", "kernels.layout", "kernels.cache"),
+    ("kernels", "kernels.contract", "kernels.layout", "kernels.cache", "kernels.capture"),
     ("kernels.jit",),
     ("kernels.packing", "kernels.last_tokens"),
     (
@@ -211,3 +211,11 @@ def test_import_is_light():
 def test_the_matrix_is_shipped():
     shipped = ROOT / "accel" / "compat_matrix.yaml"
     assert shipped.is_symlink() and shipped.resolve() == ROOT / "compat_matrix.yaml"
+
+
+def test_every_package_is_shipped():
+    """pyproject.toml lists packages by hand, and an editable install works without."""
+    listed = re.search(r"^packages = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
+    packages = {name.strip('" ') for name in listed.split(",")}
+    folders = {pathlib.Path(path).parent / "__init__.py" for path in sources("accel", "kernels")}
+    assert packages == {module_name(str(path)) for path in folders}

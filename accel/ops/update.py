@@ -123,7 +123,8 @@ def prepare(call: UpdateCall, facts: DeviceFacts, inside: bool = False) -> Calla
     if keep and _aligned(tensors):
         guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         # the newest first, and only so many: a server with more batch sizes than that asks admission now and then
-        facts.plans[kind] = [(guards, plan), *(known or ())][:MAX_PLANS]
+        bare = getattr(plan, "function", plan)  # of a first call: it is made right after this
+        facts.plans[kind] = [(guards, bare), *(known or ())][:MAX_PLANS]
     return plan
 
 
