@@ -20,7 +20,6 @@ def bare_update_call(b: UpdateBuffers) -> Call:
     """The function that `accel.ops` ends in for these buffers, and the allocation of its output: nothing else."""
     facts = importlib.import_module("accel.environment").facts(b.x.device)
     find = importlib.import_module("accel.kernels.conv_update").find
-    function = find(b.x, "ND", b.state, b.weight, b.bias, None, None, True, facts.arch)
     x, state, weight, bias, status, dense = (
         b.x,
         b.state,
@@ -29,6 +28,10 @@ def bare_update_call(b: UpdateBuffers) -> Call:
         facts.status.address,
         torch.contiguous_format,
     )
+
+    for _ in range(2):  # until it was called, the function is one that loads its code
+        function = find(x, "ND", state, weight, bias, None, None, True, facts.arch)
+        function(x, state, weight, bias, None, torch.empty_like(x, memory_format=dense), None, -1, status)
 
     def bare() -> torch.Tensor:
         y = torch.empty_like(x, memory_format=dense)
