@@ -70,7 +70,7 @@ def get(spec: Any, compile_: Callable[[Any], Any]) -> Callable:
 
 
 def key(spec: Any) -> str:
-    """The hash that names a specification's entry: kernel sources, compiler, driver, machine, and the specification.
+    """The hash that names a specification's entry: kernel sources, compiler and its options, driver, machine, spec.
 
     Raises FileNotFoundError where no installed compiler can be told by its version.
     """
@@ -156,7 +156,8 @@ def _stack() -> tuple[str, ...]:
     sources = hashlib.sha256()
     for source in sorted(_SOURCES.rglob("*.py")):
         sources.update(source.relative_to(_SOURCES).as_posix().encode() + b"\0" + source.read_bytes() + b"\0")
-    return (sources.hexdigest(), *sorted(names), _driver(), platform.machine())
+    options = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith("CUTE_DSL_"))
+    return (sources.hexdigest(), *sorted(names), *options, _driver(), platform.machine())
 
 
 def _driver() -> str:

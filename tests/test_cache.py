@@ -13,6 +13,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import tempfile
 
 import filelock
 import pytest
@@ -225,6 +226,20 @@ def test_a_folder_that_cannot_be_made(tmp_path, monkeypatch, kept_in_memory):
     assert "Not a directory" in kept_in_memory()
 
 
+def test_a_read_only_disk(entry, monkeypatch, kept_in_memory):
+    """What is there is loaded; neither a lock nor a file can be made. (Root may write anywhere, hence the patches.)"""
+    assert takes_four_arguments(cache.get(SPEC, refuse))
+    entry.unlink()
+
+    def read_only(*arguments, **options):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", read_only)
+    monkeypatch.setattr(tempfile, "mkdtemp", read_only)
+    assert "Read-only file system" in kept_in_memory()
+    assert list(entry.parent.iterdir()) == []
+
+
 def test_a_full_disk(monkeypatch, kept_in_memory):
     def full(descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -308,6 +323,13 @@ def test_the_key_holds_the_version_of_every_part_of_the_compiler(tmp_path, monke
         read_again()
         keys.add(cache.key(SPEC))
     assert len(keys) == 1 + len(names)
+
+
+def test_the_key_holds_the_options_of_the_compiler(monkeypatch, read_again):
+    before = cache.key(SPEC)
+    monkeypatch.setenv("CUTE_DSL_LINEINFO", "1")
+    read_again()
+    assert cache.key(SPEC) != before
 
 
 def test_a_compiler_of_unknown_version_is_not_trusted_to_the_disk(monkeypatch, kept_in_memory, read_again):
