@@ -17,7 +17,7 @@ class Reason(str, enum.Enum):
     LAYOUT = "layout"  # strides that no kernel reads in place, or memory that overlaps
     ACTIVATION = "activation"  # an activation other than None, silu, swish
     AUTOGRAD = "autograd"  # gradients are asked for where the operation is for inference only
-    TENSOR_SUBCLASS = "tensor-subclass"  # DTensor, FakeTensor and other subclasses
+    TENSOR_SUBCLASS = "tensor-subclass"  # DTensor and other subclasses, a nested or sparse tensor
     FUNCTORCH = "functorch"  # inside torch.func transforms
     CONTEXT_PARALLEL = "context-parallel"  # the upstream's own context-parallel path
     UNSUPPORTED_ARGUMENT = "unsupported-argument"  # an argument that this version does not serve

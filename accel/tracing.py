@@ -38,12 +38,14 @@ def observed(x: Tensor) -> bool:
 
     A default device is a function mode too, but one that changes factories and looks at nothing.
     """
-    if abstract(x) or dispatch_modes():
+    if is_compiling() or dispatch_modes() or type(x) in TRACERS:
         return True
-    for index in range(function_modes()):
-        if type(torch._C._get_function_stack_at(index)).__name__ != "DeviceContext":
-            return True
-    return False
+    return function_modes() > 0 and _looking()
+
+
+def _looking() -> bool:
+    modes = (torch._C._get_function_stack_at(index) for index in range(function_modes()))
+    return any(type(mode).__name__ != "DeviceContext" for mode in modes)
 
 
 def in_transform() -> bool:

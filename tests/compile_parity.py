@@ -13,11 +13,14 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from triton.runtime import driver
 
 from accel import accelerated, record_routes, restore, triton_cpu
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     triton_cpu.install()
+else:
+    driver.active.get_benchmarker = lambda: triton_cpu.first_wins
 extension = types.ModuleType("causal_conv1d_cuda")
 extension.causal_conv1d_fwd = extension.causal_conv1d_bwd = extension.causal_conv1d_update = None
 sys.modules[extension.__name__] = extension

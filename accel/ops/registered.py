@@ -19,7 +19,9 @@ from accel.ops import conv, states, update
 from accel.reasons import Decline
 
 _library = torch.library.Library("accel", "DEF")
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+# the second where torch has no first: inputs come to a compiled graph's operator as they were when it was traced
+_STRIDES = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
+_TAGS = (torch.Tag.pt2_compliant_tag, _STRIDES)
 
 
 def _register(schema: str, body: Callable, fake: Callable) -> str:
