@@ -23,7 +23,9 @@ _INT_DTYPES = (torch.int32, torch.int64)
 
 def admit(call: UpdateCall | ConvCall | BackwardCall | StatesCall, facts: DeviceFacts) -> Decline | None:
     """None where the call is native, else the first failed check."""
-    return next(CHECKS[type(call)](call, facts), None)
+    for decline in CHECKS[type(call)](call, facts):  # older torch.compile knows no next() with a default
+        return decline
+    return None
 
 
 def update_checks(call: UpdateCall, facts: DeviceFacts) -> Iterator[Decline]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _is_tracing as is_jit_tracing
 from torch._C import _len_torch_dispatch_stack as dispatch_modes
 from torch._C import _len_torch_function_stack as function_modes
 from torch._subclasses.fake_tensor import FakeTensor
@@ -34,11 +35,11 @@ def kinds_like(x: Tensor) -> tuple[type, ...]:
 
 
 def observed(x: Tensor) -> bool:
-    """Whether a call of x goes to the registered operator: x is abstract, or a mode is on.
+    """Whether a call of x goes to the registered operator: x is abstract, a mode is on, or torch.jit.trace listens.
 
     A default device is a function mode too, but one that changes factories and looks at nothing.
     """
-    if is_compiling() or dispatch_modes() or type(x) in TRACERS:
+    if is_compiling() or dispatch_modes() or type(x) in TRACERS or is_jit_tracing():
         return True
     return function_modes() > 0 and _looking()
 

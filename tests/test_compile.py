@@ -160,6 +160,21 @@ def test_a_step_that_was_kept_is_seen_by_modes(device):
         ]
 
 
+@pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated, and warns of every look at a shape
+def test_torch_jit_trace(device):
+    """A traced step has its operator in it; a sequence is refused, because sizes are tensors there."""
+    arguments = [normal(device, N, D), normal(device, N, D, W), normal(device, D, W)]
+    for _ in range(2):  # a kept plan does not hide the trace
+        ops.causal_conv1d_update(*arguments)
+    traced = torch.jit.trace(ops.causal_conv1d_update, arguments, check_trace=False)
+    fresh = [torch.randn_like(tensor) for tensor in arguments]
+    eager = [tensor.clone() for tensor in fresh]
+    assert torch.equal(traced(*fresh), ops.causal_conv1d_update(*eager)) and torch.equal(fresh[1], eager[1])
+    assert "accel::causal_conv1d_update" in str(traced.graph)
+    with pytest.raises(TypeError, match="state_len: expected an int, got Tensor"):
+        torch.jit.trace(ops.causal_conv1d, (channel_last(device), arguments[2]), check_trace=False)
+
+
 def test_eager_calls_do_not_go_through_the_operators(device):
     x, weight, state = channel_last(device), normal(device, D, W), normal(device, B, D, W)
     with profile(activities=[ProfilerActivity.CPU]) as profiled:

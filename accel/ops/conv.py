@@ -69,7 +69,9 @@ def causal_conv1d(
     facts = facts_of(x)
     if state_len is None:
         like = weight if final_states_out is None else final_states_out
-        state_len = like.shape[-1] - (like is weight) if isinstance(like, Tensor) and like.dim() else 0
+        state_len = like.shape[-1] if isinstance(like, Tensor) and like.dim() else 1
+        if like is weight:
+            state_len -= 1
     call = ConvCall(
         x,
         weight,
