@@ -1,7 +1,8 @@
 """The only place that chooses: read the call, admit it, record the route, run the operation or the original.
 
 A decline hands the original the very arguments that came, before anything was touched. A failure after admission is
-raised, never turned into a fallback.
+raised, never turned into a fallback. torch.compile traces through here: what it cannot trace, or what belongs to a run
+and not to a graph (kept plans, the recorder, profiler ranges), is behind `is_compiling`.
 """
 
 from __future__ import annotations
@@ -86,13 +87,13 @@ def run(binding: Binding, args: tuple, kwargs: dict) -> Any:
         call = binding.adapter.read(*args, **kwargs)
     except Exception as error:
         call = _unreadable(error)
-    if isinstance(call, Decline):
+    if type(call) is Decline:
         return _fall_back(binding, call, args, kwargs)
     facts = environment.facts(call.x.device)
     operation = binding.operation
     tracing = is_compiling()
     plan = admission.admit(call, facts) if tracing else operation.prepare(call, facts)
-    if isinstance(plan, Decline):
+    if type(plan) is Decline:
         return _fall_back(binding, plan, args, kwargs)
     if tracing:
         note(binding.target, binding.callable, "native", facts.backend, None, "")
@@ -147,7 +148,7 @@ def explain(function: Callable, *args: Any, **kwargs: Any) -> Explanation:
         call = binding.adapter.read(*args, **kwargs)
     except Exception as error:
         call = _unreadable(error)
-    if isinstance(call, Decline):
+    if type(call) is Decline:
         failed = (call,)
     else:
         facts = environment.facts(call.x.device)

@@ -5,6 +5,7 @@ import threading
 from collections import Counter
 
 import pytest
+import torch
 from upstreams import run_python
 
 from accel import last_route, record_routes, reset_routes, routes
@@ -172,6 +173,21 @@ def test_reset(caplog):
     record(FALLBACK)
     assert [entry.levelname for entry in caplog.records] == ["WARNING"]
     assert route_counts() == {FALLBACK._replace(detail=""): 1}
+
+
+def test_a_call_in_a_compiled_graph_is_recorded_when_it_is_traced(caplog):
+    def step(x):
+        routes.note(*FALLBACK)
+        routes.note(*NATIVE)
+        return x + 1
+
+    run = torch.compile(step, backend="eager", fullgraph=True)
+    with record_routes() as seen, caplog.at_level(logging.WARNING, logger="accel"):
+        for _ in range(3):
+            run(torch.zeros(2))
+    assert seen == [FALLBACK, NATIVE] and last_route("a") == NATIVE
+    assert route_counts() == {FALLBACK._replace(detail=""): 1, NATIVE: 1}
+    assert len([entry for entry in caplog.records if entry.name == "accel"]) == 1
 
 
 TWICE = """
