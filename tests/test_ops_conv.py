@@ -91,6 +91,7 @@ class Shape:
     sequences: int = 3
     compact_states: bool = False
     seed: int = 0
+    large: bool = False  # run on the kernels of calls too large for a test
 
 
 SHAPES = st.builds(
@@ -137,6 +138,7 @@ class Case:
 
     def __init__(self, family, shape):
         self.family = family
+        self.large = shape.large
         draw = torch.Generator().manual_seed(shape.seed)
 
         def normal(*size):
@@ -234,9 +236,13 @@ class Case:
 
     def run(self, device):
         leaves = self.leaves(device)
-        result = ops.causal_conv1d(**leaves, **self.options(device))
-        y, final = result if self.family.state_len is not None else (result, None)
-        return y, final, self.gradients(leaves, y, final, moved(self.dy, device))
+        with pytest.MonkeyPatch.context() as patch:
+            if self.large and device == "cuda":
+                for module in ("conv_fwd", "conv_bwd"):
+                    patch.setattr(f"accel.kernels.{module}.SMALL", 0)
+            result = ops.causal_conv1d(**leaves, **self.options(device))
+            y, final = result if self.family.state_len is not None else (result, None)
+            return y, final, self.gradients(leaves, y, final, moved(self.dy, device))
 
     def check(self, device):
         y, final, gradients = self.run(device)
@@ -266,6 +272,7 @@ def test_against_the_oracle(device, family, shape):
 def test_every_family_aligned_and_odd(device, family):
     Case(family, Shape(batch=2, seed=1)).check(device)
     Case(family, Shape(batch=2, dim=35, length=50, pitch=2, offset=1, dy="split", seed=2)).check(device)
+    Case(family, Shape(batch=2, length=50, seed=3, large=True)).check(device)
 
 
 @pytest.mark.gpu
@@ -285,6 +292,7 @@ def test_random_layouts(part):
             sequences=draw.choice((1, 2, 7, 20)),
             compact_states=draw.random() < 0.5,
             seed=number,
+            large=number // PARTS % 2 == 1,
         )
         Case(draw.choice(FAMILIES[part::PARTS]), shape).check("cuda")
 
@@ -397,11 +405,11 @@ def test_final_states_alone_carry_a_gradient(device):
 
 @pytest.mark.parametrize("bias", (False, True))
 @pytest.mark.parametrize("layout", ("channel-last", "channel-first"))
-@pytest.mark.parametrize("mode", ("dense", "int32"))
-def test_bit_for_bit_over_twenty_runs(device, bias, layout, mode):
+@pytest.mark.parametrize("mode, large", (("dense", False), ("dense", True), ("int32", False)))
+def test_bit_for_bit_over_twenty_runs(device, bias, layout, mode, large):
     dtype = torch.bfloat16
     family = Family(dtype, dtype, dtype if bias else None, 4, layout, mode, False, "silu", None, None)
-    case = Case(family, Shape(batch=2, dim=64, length=200 if device == "cpu" else 5000, seed=4))
+    case = Case(family, Shape(batch=2, dim=64, length=200 if device == "cpu" else 5000, seed=4, large=large))
     first = case.run(device)
     for _ in range(19):
         again = case.run(device)
