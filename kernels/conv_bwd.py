@@ -13,9 +13,6 @@ from accel.kernels.contract import is_channel_last
 from accel.kernels.conv_bwd_ring import BATCH
 from accel.kernels.packing import mark_starts
 
-SMALL = 2**21  # elements of x, and
-ALONE_BATCHES = 24  # ring batches that a warp walks: below both, one launch with idle SMs is faster than two
-
 
 def plan(channel_blocks: int, batch: int, tokens: int, places: int, warps: int) -> tuple[int, int]:
     """(run, blocks): tokens that a warp walks at once, and blocks that share the runs of a channel block.
@@ -30,16 +27,11 @@ def plan(channel_blocks: int, batch: int, tokens: int, places: int, warps: int) 
         share = used / (-(-used // places) * places)
         if share > best + 0.05:
             best, slots = share, count
-    run, items = divide(batch, tokens, slots * warps, 2 * BATCH)
-    return run, min(slots, -(-items // warps))
-
-
-def divide(batch: int, tokens: int, warps: int, least: int) -> tuple[int, int]:
-    """(run, items): tokens that a warp walks at once, at least `least`, and how many such runs there are."""
-    runs = max(1, warps // batch)  # of one batch row
+    runs = max(1, slots * warps // batch)  # of one batch row
     rows = -(-tokens // runs)
-    run = max(least, -(-rows // BATCH) * BATCH)
-    return run, batch * -(-tokens // run)
+    run = max(8, (rows + BATCH - 1) // BATCH * BATCH)
+    items = batch * -(-tokens // run)
+    return run, min(slots, -(-items // warps))
 
 
 def launch(call, dx, dweight, dbias, dinitial, facts) -> None:
@@ -58,22 +50,15 @@ def launch(call, dx, dweight, dbias, dinitial, facts) -> None:
                 gradient.zero_()
         return
     parameters = dweight is not None or dbias is not None
-    whole = dweight is not None and (dbias is None) == (call.bias is None)
     sums = call.weight.shape[1] + (0 if call.bias is None else 1)
     common = (x, dy, call.weight, call.bias, call.initial_states, call.dfinal_states, call.cu_seqlens, words)
     partial = None
     if is_channel_last(x):
-        run, items = divide(batch, tokens, conv_bwd_last.ALONE_WARPS, BATCH)
-        batches = -(-items // conv_bwd_last.ALONE_WARPS) * (run // BATCH + 1)
-        alone = whole and x.numel() <= SMALL and batches <= ALONE_BATCHES
-        spec = conv_bwd_last.specify(call, dy, dx, parameters, alone, facts.arch)
-        blocks = 1
-        if not alone:
-            run, blocks = plan(-(-d // (32 * spec.vec)), batch, tokens, facts.sm_count * spec.per_sm, spec.warps)
-        if parameters and not alone:
+        spec = conv_bwd_last.specify(call, dy, dx, parameters, facts.arch)
+        run, blocks = plan(-(-d // (32 * spec.vec)), batch, tokens, facts.sm_count * spec.per_sm, spec.warps)
+        if parameters:
             partial = torch.empty((blocks, sums, d), dtype=torch.float32, device=x.device)
-        direct = (dweight, dbias) if alone else (None, None)
-        jit.get(spec, conv_bwd_last.build)(*common, call.seq_idx, dx, partial, *direct, run, blocks)
+        jit.get(spec, conv_bwd_last.build)(*common, call.seq_idx, dx, partial, run, blocks)
     else:
         spec = conv_bwd_first.specify(call, dy, dx, parameters, facts.arch)
         tiles = -(-tokens // conv_bwd_first.TILE)
@@ -90,6 +75,8 @@ def dense_enough(dy: torch.Tensor | None, call) -> torch.Tensor:
     x = call.x
     if dy is None:
         return x.new_zeros(()).expand(x.shape)
-    if call.cu_seqlens is not None and x.shape[0] > 1 and dy.stride(0) != x.shape[2] * dy.stride(2):
-        return dy.transpose(1, 2).contiguous().transpose(1, 2)
+    if call.cu_seqlens is not None and x.shape[0] > 1:
+        b, d, t = x.shape
+        # a view where there is one; it also replaces the stride of T = 1, which may be anything
+        return dy.transpose(1, 2).reshape(1, b * t, d).transpose(1, 2)
     return dy

@@ -4,8 +4,6 @@ A warp owns 32 * vec channels and walks down a run of tokens: x and dy arrive th
 pre-activation is recomputed, dx leaves as soon as its last tap was added, and the weight gradient stays in registers
 over all runs of the warp. x and dy are read once, dx is written once. A block sums its warps in order into one partial;
 `accel.kernels.conv_reduce` sums the partials in order. No atomics: the same bits in every run.
-
-A small call is all latency: there a block owns its channels for every token and writes their weight gradient itself.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from accel.kernels import jit
 from accel.kernels.conv_bwd_ring import BATCH, Ring, copy_width
-from accel.kernels.conv_reduce import sum_warps
+from accel.kernels.conv_reduce import write_partial
 from accel.kernels.device import (
     has_dependent_launch,
     load_shared,
@@ -43,7 +41,6 @@ from accel.kernels.tokens import (
 )
 
 WARPS, PER_SM, STAGES = 4, 2, 4  # a third block an SM takes registers that the masked batch needs
-ALONE_VEC, ALONE_WARPS = 1, 16  # of a block that owns its channels
 
 
 class BackwardSpec(NamedTuple):
@@ -60,7 +57,6 @@ class BackwardSpec(NamedTuple):
     has_final: bool  # a gradient comes through the final states
     needs_x: bool
     needs_parameters: bool
-    alone: bool  # one block for all tokens of its channels
     vec: int
     warps: int  # of a block
     per_sm: int  # blocks that fit an SM
@@ -120,20 +116,28 @@ class ConvBackward(Ring):
 
     @cute.jit
     def __call__(
-        self, mX: cute.Tensor, mDy: cute.Tensor, mWeight: cute.Tensor, mBias: cute.Tensor | None,
-        mInitial: cute.Tensor | None, mDFinal: cute.Tensor | None, mCu: cute.Tensor | None,
-        mWords: cute.Tensor | None, mSeqIdx: cute.Tensor | None, mDx: cute.Tensor | None,
-        mPartial: cute.Tensor | None, mDWeight: cute.Tensor | None, mDBias: cute.Tensor | None,
-        run: Int32, blocks: Int32, stream,
-    ):  # fmt: skip
+        self,
+        mX: cute.Tensor,
+        mDy: cute.Tensor,
+        mWeight: cute.Tensor,
+        mBias: cute.Tensor | None,
+        mInitial: cute.Tensor | None,
+        mDFinal: cute.Tensor | None,
+        mCu: cute.Tensor | None,
+        mWords: cute.Tensor | None,
+        mSeqIdx: cute.Tensor | None,
+        mDx: cute.Tensor | None,
+        mPartial: cute.Tensor | None,
+        run: Int32,
+        blocks: Int32,
+        stream,
+    ):
         spec = self.spec
         if const_expr(spec.packing == "cu_seqlens"):
             mX, mDy = flatten_tokens(mX), flatten_tokens(mDy)
             if const_expr(mDx is not None):
                 mDx = flatten_tokens(mDx)
-        self.kernel(
-            mX, mDy, mWeight, mBias, mInitial, mDFinal, mCu, mWords, mSeqIdx, mDx, mPartial, mDWeight, mDBias, run
-        ).launch(
+        self.kernel(mX, mDy, mWeight, mBias, mInitial, mDFinal, mCu, mWords, mSeqIdx, mDx, mPartial, run).launch(
             grid=[cute.ceil_div(mX.shape[1], self.row), blocks, 1],
             block=[32 * spec.warps, 1, 1],
             stream=stream,
@@ -144,12 +148,20 @@ class ConvBackward(Ring):
 
     @cute.kernel
     def kernel(
-        self, mX: cute.Tensor, mDy: cute.Tensor, mWeight: cute.Tensor, mBias: cute.Tensor | None,
-        mInitial: cute.Tensor | None, mDFinal: cute.Tensor | None, mCu: cute.Tensor | None,
-        mWords: cute.Tensor | None, mSeqIdx: cute.Tensor | None, mDx: cute.Tensor | None,
-        mPartial: cute.Tensor | None, mDWeight: cute.Tensor | None, mDBias: cute.Tensor | None,
+        self,
+        mX: cute.Tensor,
+        mDy: cute.Tensor,
+        mWeight: cute.Tensor,
+        mBias: cute.Tensor | None,
+        mInitial: cute.Tensor | None,
+        mDFinal: cute.Tensor | None,
+        mCu: cute.Tensor | None,
+        mWords: cute.Tensor | None,
+        mSeqIdx: cute.Tensor | None,
+        mDx: cute.Tensor | None,
+        mPartial: cute.Tensor | None,
         run: Int32,
-    ):  # fmt: skip
+    ):
         spec = self.spec
         if const_expr(has_dependent_launch(spec.arch)):
             cute.arch.griddepcontrol_wait()
@@ -187,10 +199,7 @@ class ConvBackward(Ring):
             if item + step < items:
                 self.begin(mX, mDy, sRing, lanes, (item + step) // runs, d, (item + step) % runs * run, warp, lane)
         if const_expr(spec.needs_parameters):
-            sum_warps(
-                sRing, registers.rSum, mPartial, mDWeight, mDBias, mX.shape[1],
-                self.sums, spec.width, spec.vec, spec.warps, warp, lane,
-            )  # fmt: skip
+            write_partial(sRing, registers.rSum, mPartial, self.sums, spec.vec, spec.warps, warp, lane)
 
     @cute.jit
     def load_parameters(self, mWeight, mBias, registers, d: Int32, channels: Int32, malformed: Int32):
@@ -445,22 +454,20 @@ def build(spec: BackwardSpec, keep: bool = False):
         jit.fake(torch.int32 if packed else None, (None,), (1,)),
         jit.fake(torch.int32 if spec.packing == "seq_idx" else None, (None, None), (None, None)),
         jit.fake(spec.dtype if spec.needs_x else None, any3, token_strides(True, True)),
-        jit.fake(torch.float32 if spec.needs_parameters and not spec.alone else None, any3, (None, None, 1)),
-        jit.fake(spec.weight_dtype if spec.alone else None, (None, spec.width), (spec.width, 1)),
-        jit.fake(spec.bias_dtype if spec.alone else None, (None,), (1,)),
+        jit.fake(torch.float32 if spec.needs_parameters else None, any3, (None, None, 1)),
         Int32(0),
         Int32(0),
         keep=keep,
     )
 
 
-def specify(call, dy, dx, needs_parameters: bool, alone: bool, arch: str) -> BackwardSpec:
+def specify(call, dy, dx, needs_parameters: bool, arch: str) -> BackwardSpec:
     """The specification that serves a channel-last call: metadata and addresses only."""
     x, weight = call.x, call.weight
     d = x.shape[1]
     size = x.element_size()
     widest = 8 // size if weight.shape[1] <= 5 else 2  # registers hold no more
-    vec = ALONE_VEC if alone else 1 if d & 1 else widest if d % widest == 0 else 2
+    vec = 1 if d & 1 else widest if d % widest == 0 else 2
     weight_rows = weight.stride() == (weight.shape[1], 1)
     row = 32 * vec * size
     return BackwardSpec(
@@ -475,11 +482,10 @@ def specify(call, dy, dx, needs_parameters: bool, alone: bool, arch: str) -> Bac
         call.dfinal_states is not None,
         dx is not None,
         needs_parameters,
-        alone,
         vec,
-        ALONE_WARPS if alone else WARPS,
-        1 if alone else PER_SM,
-        STAGES if size == 2 or not alone else STAGES - 1,  # some architectures have 99 KB
+        WARPS,
+        PER_SM,
+        STAGES,
         weight_rows,
         copy_width(x, row),
         copy_width(dy, row),

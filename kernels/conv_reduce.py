@@ -62,39 +62,31 @@ class ReducePartials:
             total = Float32(0.0)
             for g in cutlass.range_constexpr(GROUPS):
                 total += sSum[lane, g]
-            write_sum(mDWeight, mDBias, self.spec.width, total, d, j)
+            self.write(mDWeight, mDBias, total, d, j)
+
+    @cute.jit
+    def write(self, mDWeight, mDBias, total: Float32, d: Int32, j: Int32):
+        """Row W of the sums is the bias."""
+        if const_expr(mDWeight is not None):
+            if j < self.spec.width:
+                mDWeight[d, j] = total.to(mDWeight.element_type)
+        if const_expr(mDBias is not None):
+            if j == self.spec.width:
+                mDBias[d] = total.to(mDBias.element_type)
 
 
 @cute.jit
-def write_sum(mDWeight, mDBias, width: cutlass.Constexpr[int], total: Float32, d: Int32, j: Int32):
-    """Sum j of a channel is the gradient of tap j; sum W is the bias's."""
-    if const_expr(mDWeight is not None):
-        if j < width:
-            mDWeight[d, j] = total.to(mDWeight.element_type)
-    if const_expr(mDBias is not None):
-        if j == width:
-            mDBias[d] = total.to(mDBias.element_type)
-
-
-@cute.jit
-def sum_warps(
+def write_partial(
     sFree: cute.Tensor,
     rSum: cute.Tensor,
-    mPartial: cute.Tensor | None,
-    mDWeight: cute.Tensor | None,
-    mDBias: cute.Tensor | None,
-    channels: Int32,
+    mPartial: cute.Tensor,
     sums: cutlass.Constexpr[int],
-    width: cutlass.Constexpr[int],
     vec: cutlass.Constexpr[int],
     warps: cutlass.Constexpr[int],
     warp: Int32,
     lane: Int32,
 ):
-    """Sum the warps of a block in order, through shared memory that is free by now.
-
-    The sums go to partial [block, sum, channel], or are the gradients where there is no partial.
-    """
+    """Sum the warps of a block in order, through shared memory that is free by now; partial [block, sum, channel]."""
     row = 32 * vec
     cute.arch.sync_threads()
     pointer = cute.make_ptr(Float32, sFree.iterator.toint(), cute.AddressSpace.smem, assumed_align=16)
@@ -110,12 +102,8 @@ def sum_warps(
         total = Float32(0.0)
         for w in cutlass.range_constexpr(warps):
             total += sSum[channel, j, w]
-        d = channel_block * row + channel
-        if d < channels:
-            if const_expr(mPartial is not None):
-                mPartial[block, j, d] = total
-            else:
-                write_sum(mDWeight, mDBias, width, total, d, j)
+        if channel_block * row + channel < mPartial.shape[2]:
+            mPartial[block, j, channel_block * row + channel] = total
 
 
 def build(spec: ReduceSpec, keep: bool = False):

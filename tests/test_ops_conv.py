@@ -238,8 +238,7 @@ class Case:
         leaves = self.leaves(device)
         with pytest.MonkeyPatch.context() as patch:
             if self.large and device == "cuda":
-                for module in ("conv_fwd", "conv_bwd"):
-                    patch.setattr(f"accel.kernels.{module}.SMALL", 0)
+                patch.setattr("accel.kernels.conv_fwd.SMALL", 0)
             result = ops.causal_conv1d(**leaves, **self.options(device))
             y, final = result if self.family.state_len is not None else (result, None)
             return y, final, self.gradients(leaves, y, final, moved(self.dy, device))
@@ -342,6 +341,13 @@ def test_packed_is_each_sequence_alone(device):
         alone, tail = ops.causal_conv1d(x[:, :, start:end], weight, bias, initial_states=initial[n : n + 1], **options)
         reference.assert_same_values(y[:, :, start:end], alone, f"y of sequence {n}")
         reference.assert_same_bits(final[n : n + 1], tail, f"state of sequence {n}")
+
+
+@pytest.mark.parametrize("dy", sorted(set(DY_KINDS)))
+def test_packed_rows_of_one_token(device, dy):
+    """An axis of one token has a stride that means nothing; the tokens lie one row apart."""
+    family = Family(torch.float16, torch.float16, None, 4, "channel-last", "int32", False, "silu", 3, 3)
+    Case(family, Shape(batch=5, length=1, pitch=8, dy=dy, seed=6)).check(device)
 
 
 @pytest.mark.parametrize("cut", (0, 1, 2, 3, 4, 29, 30))
