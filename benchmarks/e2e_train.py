@@ -1,7 +1,8 @@
 """One training step of FLA's GatedDeltaNet with and without acceleration: tokens a second and peak memory.
 
-`python -m benchmarks.e2e_train [--layers 6] [--cache-in DIR] [--cache-out DIR] [--conv-only]`. FLA's first step on a
-bare machine compiles and tunes for minutes: carry the cache along, or time the convolutions alone (--conv-only).
+`python -m benchmarks.e2e_train [--layers 6] [--warm-up PROCESSES] [--cache-in DIR] [--cache-out DIR] [--conv-only]`.
+FLA's first step on a bare machine compiles and tunes for minutes: compile side by side first, carry the cache along, or
+time the convolutions alone (--conv-only). On Hopper its gated backward wants Triton 3.7.1 or later.
 """
 
 from __future__ import annotations
@@ -108,10 +109,18 @@ def main(
     conv_only: Annotated[bool, typer.Option(help="the layers' convolutions alone")] = False,
     cache_in: Annotated[Path | None, typer.Option(help="unpack a Triton cache from here first")] = None,
     cache_out: Annotated[Path | None, typer.Option(help="pack the Triton cache to here as soon as it is warm")] = None,
+    warm_up: Annotated[int, typer.Option(help="processes that compile FLA's kernels side by side first")] = 0,
+    share: Annotated[str, typer.Option(help="of such a process: I/N", hidden=True)] = "",
     dry_run: Annotated[bool, typer.Option(help="tiny, in Triton's interpreter")] = False,
 ) -> None:
     device = torch.device("cpu" if dry_run else "cuda")
     providers.interpret()
+    if share:
+        triton_cache.take_share(share)
+        timed(step_of(build(1, device, tiny=dry_run).train(), tokens, device)[0], device)
+        return
+    if warm_up:
+        triton_cache.fill(warm_up, "-m", "benchmarks.e2e_train", "--tokens", str(tokens))
     if cache_in:
         triton_cache.unpack(cache_in)
     if conv_only:

@@ -43,7 +43,7 @@ step() { # NAME -> its default limit in seconds and its command
     e2e-decode) limit=180 command="python3 -m benchmarks.e2e_decode --out $OUT/e2e_decode.json" ;;
     e2e-decode-graph) limit=180 command="python3 -m benchmarks.e2e_decode --mode graph --tokens 128 --out $OUT/e2e_decode_graph.json" ;;
     e2e-decode-compiled) limit=400 command="python3 -m benchmarks.e2e_decode --mode compiled --batches 1 --out $OUT/e2e_decode_compiled.json" ;;
-    e2e-train) limit=400 command="python3 -m benchmarks.e2e_train --out $OUT/e2e_train.json" ;;
+    e2e-train) limit=400 command="python3 -m benchmarks.e2e_train --warm-up 24 --out $OUT/e2e_train.json" ;;
     e2e-train-2) limit=400 command="python3 -m benchmarks.e2e_train --layers 2 --out $OUT/e2e_train.json" ;;
     e2e-conv) limit=90 command="python3 -m benchmarks.e2e_train --conv-only --out $OUT/e2e_conv.json" ;;
     *) return 1 ;;

@@ -9,10 +9,13 @@ from __future__ import annotations
 import io
 import lzma
 import os
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
 import typer
+from triton.runtime.autotuner import Autotuner
 
 KEPT = (".cubin", ".json", ".so")
 PART_BYTES = 15 << 20
@@ -21,6 +24,30 @@ app = typer.Typer(add_completion=False)
 
 def cache_dir() -> Path:
     return Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+
+
+def fill(parts: int, *program: str) -> None:
+    """Run a program `parts` times side by side with `--share I/PARTS`: each compiles its share of what Triton tunes.
+
+    One process compiles configuration after configuration, which takes minutes for FLA's kernels.
+    """
+    command = [sys.executable, *program, "--share"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    running = [subprocess.Popen([*command, f"{part}/{parts}"], **quiet) for part in range(parts)]
+    failed = sum(process.wait() != 0 for process in running)
+    print(f"filled the Triton cache in {parts} processes, {failed} of them failed", flush=True)
+
+
+def take_share(share: str) -> None:
+    """Let this process try only share "I/PARTS" of every kernel's configurations."""
+    part, parts = (int(number) for number in share.split("/"))
+    prune = Autotuner.prune_configs
+
+    def fewer(tuner: Autotuner, kwargs: dict) -> list:
+        configs = prune(tuner, kwargs)
+        return configs[part::parts] or [configs[part % len(configs)]]
+
+    Autotuner.prune_configs = fewer
 
 
 @app.command()

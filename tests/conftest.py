@@ -33,6 +33,8 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("accel")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # every worker would take all cores, and the oracle's threads wait by spinning
 has_gpu = torch.cuda.is_available() and torch.version.hip is None
 
 

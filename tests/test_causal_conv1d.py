@@ -32,7 +32,13 @@ def test_on_the_cpu(version):
     print(run_parity(version, "not gpu", *fewer, CUDA_VISIBLE_DEVICES=""))
 
 
+# every part compiles its own kernels: side by side they take a quarter of the time
+PARTS = ("test_fn or test_fwd_function", "test_bwd_function and not given_dx", "given_dx")
+REST = "not (test_fn or test_fwd_function or test_bwd_function)"
+
+
 @pytest.mark.gpu
-def test_on_the_gpu():
+@pytest.mark.parametrize("part", (*PARTS, REST))
+def test_on_the_gpu(part):
     """The newest release's Python over a stub of its extension, on the native kernels."""
-    print(run_parity(VERSIONS[-1], "gpu"))
+    print(run_parity(VERSIONS[-1], "gpu", "-k", part))

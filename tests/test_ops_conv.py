@@ -91,6 +91,7 @@ class Shape:
     sequences: int = 3
     compact_states: bool = False
     seed: int = 0
+    large: bool = False  # run on the kernels of calls too large for a test
 
 
 SHAPES = st.builds(
@@ -137,6 +138,7 @@ class Case:
 
     def __init__(self, family, shape):
         self.family = family
+        self.large = shape.large
         draw = torch.Generator().manual_seed(shape.seed)
 
         def normal(*size):
@@ -234,9 +236,12 @@ class Case:
 
     def run(self, device):
         leaves = self.leaves(device)
-        result = ops.causal_conv1d(**leaves, **self.options(device))
-        y, final = result if self.family.state_len is not None else (result, None)
-        return y, final, self.gradients(leaves, y, final, moved(self.dy, device))
+        with pytest.MonkeyPatch.context() as patch:
+            if self.large and device == "cuda":
+                patch.setattr("accel.kernels.conv_fwd.SMALL", 0)
+            result = ops.causal_conv1d(**leaves, **self.options(device))
+            y, final = result if self.family.state_len is not None else (result, None)
+            return y, final, self.gradients(leaves, y, final, moved(self.dy, device))
 
     def check(self, device):
         y, final, gradients = self.run(device)
@@ -266,6 +271,7 @@ def test_against_the_oracle(device, family, shape):
 def test_every_family_aligned_and_odd(device, family):
     Case(family, Shape(batch=2, seed=1)).check(device)
     Case(family, Shape(batch=2, dim=35, length=50, pitch=2, offset=1, dy="split", seed=2)).check(device)
+    Case(family, Shape(batch=2, length=50, seed=3, large=True)).check(device)
 
 
 @pytest.mark.gpu
@@ -285,6 +291,7 @@ def test_random_layouts(part):
             sequences=draw.choice((1, 2, 7, 20)),
             compact_states=draw.random() < 0.5,
             seed=number,
+            large=number // PARTS % 2 == 1,
         )
         Case(draw.choice(FAMILIES[part::PARTS]), shape).check("cuda")
 
@@ -334,6 +341,13 @@ def test_packed_is_each_sequence_alone(device):
         alone, tail = ops.causal_conv1d(x[:, :, start:end], weight, bias, initial_states=initial[n : n + 1], **options)
         reference.assert_same_values(y[:, :, start:end], alone, f"y of sequence {n}")
         reference.assert_same_bits(final[n : n + 1], tail, f"state of sequence {n}")
+
+
+@pytest.mark.parametrize("dy", sorted(set(DY_KINDS)))
+def test_packed_rows_of_one_token(device, dy):
+    """An axis of one token has a stride that means nothing; the tokens lie one row apart."""
+    family = Family(torch.float16, torch.float16, None, 4, "channel-last", "int32", False, "silu", 3, 3)
+    Case(family, Shape(batch=5, length=1, pitch=8, dy=dy, seed=6)).check(device)
 
 
 @pytest.mark.parametrize("cut", (0, 1, 2, 3, 4, 29, 30))
@@ -397,11 +411,11 @@ def test_final_states_alone_carry_a_gradient(device):
 
 @pytest.mark.parametrize("bias", (False, True))
 @pytest.mark.parametrize("layout", ("channel-last", "channel-first"))
-@pytest.mark.parametrize("mode", ("dense", "int32"))
-def test_bit_for_bit_over_twenty_runs(device, bias, layout, mode):
+@pytest.mark.parametrize("mode, large", (("dense", False), ("dense", True), ("int32", False)))
+def test_bit_for_bit_over_twenty_runs(device, bias, layout, mode, large):
     dtype = torch.bfloat16
     family = Family(dtype, dtype, dtype if bias else None, 4, layout, mode, False, "silu", None, None)
-    case = Case(family, Shape(batch=2, dim=64, length=200 if device == "cpu" else 5000, seed=4))
+    case = Case(family, Shape(batch=2, dim=64, length=200 if device == "cpu" else 5000, seed=4, large=large))
     first = case.run(device)
     for _ in range(19):
         again = case.run(device)
