@@ -2,7 +2,7 @@
 
 A decline hands the original the very arguments that came, before anything was touched. A failure after admission is
 raised, never turned into a fallback. torch.compile traces through here: what it cannot trace, or what belongs to a run
-and not to a graph (kept plans, the recorder, profiler ranges), is behind `is_compiling`.
+and not to a graph (kept plans, the recorder, profiler ranges), is behind `is_dynamo_compiling`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from accel import admission, environment
 from accel.call import BackwardCall, ConvCall, StatesCall, UpdateCall
@@ -91,7 +91,7 @@ def run(binding: Binding, args: tuple, kwargs: dict) -> Any:
         return _fall_back(binding, call, args, kwargs)
     facts = environment.facts(call.x.device)
     operation = binding.operation
-    tracing = is_compiling()
+    tracing = is_dynamo_compiling()
     plan = admission.admit(call, facts) if tracing else operation.prepare(call, facts)
     if type(plan) is Decline:
         return _fall_back(binding, plan, args, kwargs)
@@ -116,7 +116,7 @@ def _unreadable(error: Exception) -> Decline:
 
 
 def _fall_back(binding: Binding, decline: Decline, args: tuple, kwargs: dict) -> Any:
-    if is_compiling():
+    if is_dynamo_compiling():
         note(binding.target, binding.callable, "fallback", None, decline.reason.value, str(decline))
         return binding.original(*args, **kwargs)
     record(Route(binding.target, binding.callable, "fallback", None, decline.reason.value, str(decline)))

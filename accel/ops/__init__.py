@@ -1,4 +1,7 @@
-"""The operations, usable without any patching: shapes, dtypes and errors are in each docstring."""
+"""The operations, usable without any patching: shapes, dtypes and errors are in each docstring.
+
+They can be compiled, exported, captured and checkpointed; `registered` has the operators that torch sees then.
+"""
 
 from accel.ops import registered  # noqa: F401  torch.ops.accel
 from accel.ops.conv import causal_conv1d

@@ -8,7 +8,7 @@ from types import NoneType
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from accel import cpu
 from accel.admission import admit
@@ -83,7 +83,7 @@ def causal_conv1d_update(
         pad_slot_id,
         intermediate_states_out,
     )
-    plan = admit(call, facts) if is_compiling() else prepare(call, facts)
+    plan = admit(call, facts) if is_dynamo_compiling() else prepare(call, facts)
     if isinstance(plan, Decline):
         raise plan.error(f"causal_conv1d_update: {plan}")
     return run(call, facts, plan)
