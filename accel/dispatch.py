@@ -15,7 +15,7 @@ from torch.compiler import is_dynamo_compiling
 
 from accel import admission, environment
 from accel.call import BackwardCall, ConvCall, StatesCall, UpdateCall
-from accel.ops import conv, states, update
+from accel.ops import conv, gradients, states, update
 from accel.reasons import Decline, Reason
 from accel.routes import Route, amend, note, profiler_range, profiling, record
 
@@ -32,8 +32,8 @@ class Operation(NamedTuple):
 
 OPERATIONS: dict[type, Operation] = {
     UpdateCall: Operation(update.prepare, update.run),
-    ConvCall: Operation(admission.admit, conv.run),
-    BackwardCall: Operation(admission.admit, conv.run_backward),
+    ConvCall: Operation(conv.prepare, conv.run),
+    BackwardCall: Operation(admission.admit, gradients.run_backward),
     StatesCall: Operation(admission.admit, states.run),
 }
 

@@ -1,7 +1,8 @@
-"""Full-sequence causal convolution, host side: the specification of a call, and `launch`."""
+"""Full-sequence causal convolution, host side: the specification of a call, `find` and `launch`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -91,16 +92,23 @@ def specify(call, y, final_states, arch: str) -> ConvSpec:
     )
 
 
-def launch(call, y, final_states, facts) -> None:
-    """Run an admitted full-sequence call on x's device and its current stream; fills y and the final states."""
+def find(call, y, final_states, arch: str) -> Callable | None:
+    """The compiled function for such a call, None where there is nothing to do.
+
+    It serves every call of the same layouts and alignments.
+    """
     if y.numel() == 0 and (final_states is None or final_states.numel() == 0):
-        return
+        return None
+    return jit.get(specify(call, y, final_states, arch))
+
+
+def launch(function: Callable, call, y, final_states, facts) -> None:
+    """Run an admitted full-sequence call on x's device and its current stream; fills y and the final states."""
     words = None
     if call.cu_seqlens is not None:
         tokens = call.x.shape[0] * call.x.shape[2]
         words = mark_starts(call.cu_seqlens, tokens, facts.status.address, facts.trap, facts.arch)
-    spec = specify(call, y, final_states, facts.arch)
-    jit.get(spec)(
+    function(
         call.x,
         call.weight,
         call.bias,

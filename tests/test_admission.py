@@ -21,7 +21,7 @@ from accel.call import BackwardCall, ConvCall, StatesCall, UpdateCall
 from accel.environment import DeviceFacts
 from accel.errors import StatusWord
 from accel.kernels.contract import CONV, UPDATE
-from accel.ops import update
+from accel.ops import plans, update
 from accel.reasons import Decline
 
 CPU = torch.device("cpu")
@@ -657,7 +657,7 @@ def test_a_kept_decision_reads_no_data(searches):
 
 
 def test_kept_decisions_are_bounded(searches, monkeypatch):
-    monkeypatch.setattr(update, "MAX_PLANS", 3)
+    monkeypatch.setattr(plans, "MAX_PLANS", 3)
     facts, weight = made_up("cute"), normal(D, W)
     for n in (*range(1, 9), *range(1, 9)):
         call = UpdateCall(normal(n, D), "ND", normal(n, D, W), weight, None, None, None, None, None, -1)

@@ -1,4 +1,4 @@
-"""The one door to the kernels, opened at the first native call on a GPU, and the facts of a call's device."""
+"""The one door to the kernels, opened at the first native call on a GPU, and what every operation begins with."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from types import ModuleType
 from torch import Tensor
 
 from accel.environment import DeviceFacts, facts
+from accel.reasons import Decline
 
 
 @functools.cache
@@ -24,3 +25,9 @@ def facts_of(x: Tensor) -> DeviceFacts:
     if not isinstance(x, Tensor):
         raise TypeError(f"x: expected a Tensor, got {type(x).__name__}")
     return facts(x.device)
+
+
+def refuse(name: str, decline: Decline | None) -> None:
+    """Raise the error of a failed check."""
+    if decline is not None:
+        raise decline.error(f"{name}: {decline}")

@@ -15,7 +15,8 @@ from torch import Tensor
 from accel.admission import admit
 from accel.call import BackwardCall, ConvCall, StatesCall, UpdateCall
 from accel.environment import facts
-from accel.ops import conv, states, update
+from accel.ops import conv, gradients, outputs, states, update
+from accel.ops.door import refuse
 from accel.reasons import Decline
 
 _library = torch.library.Library("accel", "DEF")
@@ -44,38 +45,39 @@ def _conv_call(*arguments) -> ConvCall:
 def _conv(*arguments) -> tuple[Tensor, ...]:
     call = _conv_call(*arguments)
     found = facts(call.x.device)
-    conv.refuse("causal_conv1d", admit(call, found))
-    return _all(call.x, conv.forward(call, found))
+    refuse("causal_conv1d", admit(call, found))
+    plan = conv.plan_of(call, found) if found.backend == "cute" else None
+    return _all(call.x, conv.forward(call, found, plan))
 
 
 def _conv_fake(*arguments) -> tuple[Tensor, ...]:
     call = _conv_call(*arguments)
-    return _all(call.x, conv.allocate(call))
+    return _all(call.x, outputs.allocate(call))
 
 
 def _keep(ctx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     call = _conv_call(*inputs)
-    conv.keep(ctx, call, facts(call.x.device))
+    gradients.keep(ctx, call, facts(call.x.device))
     ctx.returns_final_states = call.return_final_states
 
 
 def _gradients(ctx, dy: Tensor | None, dfinal_states: Tensor | None) -> tuple[Tensor | None, ...]:
     needs = ctx.needs_input_grad
     wanted = (*needs[:4], needs[7])
-    found = conv.gradients(ctx, wanted, dy, dfinal_states if ctx.returns_final_states else None)
+    found = gradients.gradients(ctx, wanted, dy, dfinal_states if ctx.returns_final_states else None)
     return *found[:4], None, None, None, found[4], None, None, None, None
 
 
 def _backward(*arguments) -> tuple[Tensor, ...]:
     call = BackwardCall(*arguments)
     found = facts(call.x.device)
-    conv.refuse("causal_conv1d", admit(call, found))
-    return _all(call.x, conv.backward(call, found))
+    refuse("causal_conv1d", admit(call, found))
+    return _all(call.x, gradients.backward(call, found))
 
 
 def _backward_fake(*arguments) -> tuple[Tensor, ...]:
     call = BackwardCall(*arguments)
-    return _all(call.x, conv.allocate_backward(call))
+    return _all(call.x, outputs.allocate_backward(call, None))
 
 
 def _second_derivative(ctx, *gradients):
@@ -98,7 +100,7 @@ def _update_fake(x: Tensor, *_) -> Tensor:
 def _states(*arguments) -> Tensor:
     call = StatesCall(*arguments)
     found = facts(call.x.device)
-    conv.refuse("causal_conv1d_states", admit(call, found))
+    refuse("causal_conv1d_states", admit(call, found))
     return states.forward(call, found)
 
 

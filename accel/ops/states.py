@@ -9,8 +9,8 @@ from accel import cpu
 from accel.admission import admit
 from accel.call import StatesCall
 from accel.environment import DeviceFacts
-from accel.ops.conv import refuse, states_of
-from accel.ops.door import facts_of, kernels
+from accel.ops.door import facts_of, kernels, refuse
+from accel.ops.outputs import fresh, states_layout
 from accel.tracing import observed
 
 
@@ -44,8 +44,7 @@ def run(call: StatesCall, facts: DeviceFacts, plan: None = None) -> Tensor:
 
 def allocate(call: StatesCall) -> Tensor:
     """The states, unwritten."""
-    count = call.x.shape[0] if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
-    return states_of(call.x, count, call.state_len, call.compact_states)
+    return fresh(states_layout(call, call.state_len), call.x)
 
 
 def forward(call: StatesCall, facts: DeviceFacts) -> Tensor:
