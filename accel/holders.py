@@ -1,0 +1,130 @@
+"""Fills places that hold nothing because a package is absent, and empties them again.
+
+Knows nothing of convolutions or upstreams: what is filled with what is given as tables.Holder. The one surprise: most
+upstreams test such a name at import or construction, so a module that was imported meanwhile, or an instance built
+meanwhile, holds the replacement by itself; emptying looks for those too.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from accel import patch
+from accel.tables import Holder
+
+_NOTHING = object()  # an entry that is not there
+
+
+class Filled(NamedTuple):
+    """One place that was filled: by which rule, in what (held weakly), what was found, and what was put there."""
+
+    rule: Holder
+    holder: Callable[[], Any]
+    found: Any
+    put: Any
+
+    @property
+    def key(self) -> tuple[int, Holder]:
+        return id(self.holder()), self.rule
+
+
+def fill(rules: Sequence[Holder], holder: Any, callables: Mapping[str, Callable]) -> list[Filled]:
+    """Fill the places of a module, or of an instance, that hold nothing; the rules are those of its name.
+
+    Flags come last: they say whether the other places are filled.
+    """
+    filled = []
+    for rule in sorted(rules, key=lambda rule: rule.form == "all"):
+        space = _space(rule, patch.namespace(holder))
+        if space is None:
+            continue
+        name = rule.entry or rule.attribute
+        found = space.get(name, _NOTHING)
+        put = _value(rule, patch.namespace(holder), callables)
+        if put is not None and _is_empty(rule, found):
+            space[name] = put
+            filled.append(Filled(rule, patch.weak(holder), found, put))
+    return filled
+
+
+def adopt(rules: Sequence[Holder], instance: Any, vacant: Collection[Callable]) -> list[Filled]:
+    """The places of an instance that was built while the package was stood in for, as if they had been filled."""
+    namespace = patch.namespace(instance)
+    held = [(rule, namespace.get(rule.attribute)) for rule in rules]
+    return [
+        Filled(rule, patch.weak(instance), None, value)
+        for rule, value in held
+        if any(value is function for function in vacant)
+    ]
+
+
+def empty(filled: Sequence[Filled]) -> list[str]:
+    """Put back what was found; returns the places that hold something else by now, which stay as they are."""
+    displaced = []
+    for rule, reference, found, put in reversed(filled):
+        holder = reference()
+        space = None if holder is None else _space(rule, patch.namespace(holder))
+        name = rule.entry or rule.attribute
+        if space is None or (now := space.get(name, _NOTHING)) is found:
+            continue
+        if now is not put:
+            displaced.append(str(patch.Place(reference, rule.attribute)))
+        elif found is _NOTHING:
+            del space[name]
+        else:
+            space[name] = found
+    return displaced
+
+
+def sweep(rules: Sequence[Holder], module: ModuleType, vacant: Collection[Callable]) -> None:
+    """Empty the places of a module that hold one of these callables, however it came there; flags follow."""
+    namespace = patch.namespace(module)
+    for rule in rules:
+        held = namespace.get(rule.attribute)
+        if rule.form == "callable" and any(held is function for function in vacant):
+            namespace[rule.attribute] = None
+    for rule in rules:
+        if rule.form == "all" and namespace.get(rule.attribute) is True and not _value(rule, namespace, {}):
+            namespace[rule.attribute] = False
+
+
+def loaded(concerns: Callable[[str], bool]) -> Iterator[tuple[str, ModuleType]]:
+    """The modules that are there and concerned, by the names that they are imported by; each once."""
+    seen = set()
+    for name, module in sys.modules.copy().items():
+        if concerns(name) and id(module) not in seen and isinstance(patch.namespace(module), dict):
+            seen.add(id(module))
+            yield name, module
+
+
+def _space(rule: Holder, namespace: Any) -> dict | None:
+    """The dict that the place is a key of; None where the place does not exist."""
+    if not isinstance(namespace, dict) or rule.attribute not in namespace:
+        return None
+    if not rule.entry:
+        return namespace
+    held = namespace[rule.attribute]
+    return held if isinstance(held, dict) else None
+
+
+def _value(rule: Holder, namespace: Mapping[str, Any], callables: Mapping[str, Callable]) -> Any:
+    """What belongs into a place; None where it cannot be had."""
+    if rule.form == "all":
+        return True if all(namespace.get(name) for name in rule.names) else None
+    if rule.form == "package":
+        return sys.modules.get(rule.names[0])
+    values = tuple(callables.get(name) for name in rule.names)
+    if None in values:
+        return None
+    return values if rule.form == "tuple" else values[0]
+
+
+def _is_empty(rule: Holder, found: Any) -> bool:
+    if rule.form == "all":
+        return found is False
+    if rule.form == "tuple" and type(found) is tuple:
+        return all(value is None for value in found)
+    return found is None or found is _NOTHING and bool(rule.entry)
