@@ -7,13 +7,14 @@ meanwhile, holds the replacement by itself; emptying looks for those too.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from accel import patch
-from accel.tables import Holder
+from accel.tables import Closure, Holder
 
 _NOTHING = object()  # an entry that is not there
 
@@ -89,6 +90,20 @@ def sweep(rules: Sequence[Holder], module: ModuleType, vacant: Collection[Callab
     for rule in rules:
         if rule.form == "all" and namespace.get(rule.attribute) is True and not _value(rule, namespace, {}):
             namespace[rule.attribute] = False
+
+
+def reopen(closures: Sequence[Closure], module: ModuleType, vacant: Collection[Callable]) -> None:
+    """Make functions that captured one of these callables at import what they are without the package."""
+    for closure in closures:
+        function = patch.namespace(module).get(closure.attribute)
+        if type(function) is not FunctionType:
+            continue
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        if closure.cell in cells and any(cells[closure.cell].cell_contents is captured for captured in vacant):
+            own = cells[closure.own].cell_contents
+            cells[closure.cell].cell_contents = own
+            cells[closure.flag].cell_contents = False
+            cells[closure.parameters].cell_contents = tuple(inspect.signature(own).parameters)
 
 
 def loaded(concerns: Callable[[str], bool]) -> Iterator[tuple[str, ModuleType]]:

@@ -8,6 +8,7 @@ the right thing.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import logging
@@ -22,7 +23,7 @@ from accel import dispatch, environment, holders, matrix, patch
 from accel.adapters import ADAPTERS
 from accel.matrix import MatrixError
 from accel.standin import StandIn, vacant
-from accel.tables import Holder, Parameters, PatchPoint, Target, VersionRange
+from accel.tables import Closure, Holder, Parameters, PatchPoint, Target, VersionRange, one_of
 
 log = logging.getLogger("accel")
 
@@ -64,17 +65,22 @@ class Plan:
         return [holder for holder in self.holders if holder.owns(name)]
 
     @property
+    def closures(self) -> list[Closure]:
+        return [closure for row in self.rows.values() for closure in row.closures]
+
+    @property
     def patterns(self) -> list[tuple[str, PatchPoint]]:
         return [(name, point) for name, row in self.rows.items() for point in row.callables if point.is_pattern]
 
     @property
     def has_places(self) -> bool:
         """Whether modules that are imported later have to be looked at."""
-        return any(row.holders for row in self.rows.values()) or bool(self.patterns)
+        return bool(self.holders or self.patterns or self.closures)
 
-    def concerns(self, module: str) -> bool:
+    @functools.cached_property
+    def concerns(self) -> Callable[[str], bool]:
         """Whether there is something to do in a module of this name, now or once it is imported."""
-        return any(rule.owns(module) for rule in (*self.holders, *(point for _, point in self.patterns)))
+        return one_of(place.module for place in (*self.holders, *self.closures, *(point for _, point in self.patterns)))
 
     def find_in(self, name: str, module: ModuleType) -> list[patch.Swap]:
         """The swaps of the callables that a module matching a pattern defines; they belong to the plan from now on."""
@@ -140,7 +146,7 @@ def make(name: str, strict: bool | None, loaded: dict[str, ModuleType | Exceptio
     """
     plan = Plan(name, strict)
     _add(plan, name, loaded, stand_in)
-    for found, module in holders.loaded(lambda found: any(point.owns(found) for _, point in plan.patterns)):
+    for found, module in holders.loaded(one_of(point.module for _, point in plan.patterns)):
         plan.find_in(found, module)
     return plan
 

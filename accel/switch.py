@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from accel import holders, matrix, patch, plan
 from accel.imports import Hook
 from accel.plan import Plan, Refused
-from accel.tables import Holder
+from accel.tables import one_of
 
 log = logging.getLogger("accel")
 
@@ -149,6 +149,9 @@ def _switch(on: dict[str, Plan], model: Any) -> None:
     for binding in bindings:
         binding.live = True
     try:
+        for made in on.values():
+            for name, module in holders.loaded(made.concerns):
+                _forget_standins(made, name, module)
         patch.engage(swaps, model)
         _active.update(on)
         for made in on.values():
@@ -175,9 +178,7 @@ def _let_go(gone: Sequence[Plan]) -> list[str]:
     emptied = [place for place in _filled if place.rule not in rules]
     _filled[:] = [place for place in _filled if place.rule in rules]
     displaced = [*holders.empty(emptied), *patch.release(swaps)]
-    rules, vacant = _all_holders(), [swap.replacement for swap in empty]
-    for name, module in holders.loaded(lambda name: any(rule.owns(name) for rule in rules)):
-        holders.sweep([rule for rule in rules if rule.owns(name)], module, vacant)
+    _sweep([swap.replacement for swap in empty])
     for standin in _unclaimed("standins", gone, kept):
         standin.remove()
     _clear_caches(gone)
@@ -192,11 +193,23 @@ def _unclaimed(kind: str, gone: Sequence[Plan], kept: Sequence[Plan]) -> list[An
     return list({id(item): item for made in gone for item in getattr(made, kind) if id(item) not in claimed}.values())
 
 
-def _all_holders() -> list[Holder]:
-    """Those of every target: one that is off may have been imported while a stand-in was there."""
-    table = matrix.load()
-    rows = [row for target in table.targets.values() for row in target.ranges]
-    return list(dict.fromkeys(rule for row in rows for rule in row.holders))
+def _sweep(vacant: Sequence[Callable]) -> None:
+    """Empty every place that holds one of these; a module of a target that is off may have captured it too."""
+    rows = [row for target in matrix.load().targets.values() for row in target.ranges]
+    rules = list(dict.fromkeys(rule for row in rows for rule in row.holders))
+    closures = list(dict.fromkeys(closure for row in rows for closure in row.closures))
+    for name, module in holders.loaded(one_of(place.module for place in (*rules, *closures))):
+        holders.sweep([rule for rule in rules if rule.owns(name)], module, vacant)
+        holders.reopen([closure for closure in closures if closure.owns(name)], module, vacant)
+
+
+def _forget_standins(made: Plan, name: str, module: ModuleType) -> None:
+    """What a module captured from a stand-in, at its import, is not what it would hold without one."""
+    vacant = [swap.replacement for swap in made.vacant]
+    filled = {place.key for place in _filled}
+    rules = [rule for rule in made.holders_in(name) if (id(module), rule) not in filled]
+    holders.sweep(rules, module, vacant)
+    holders.reopen([closure for closure in made.closures if closure.owns(name)], module, vacant)
 
 
 def _fill(made: Plan, model: Any) -> None:
@@ -220,9 +233,8 @@ def _serve_import(name: str, module: ModuleType) -> None:
     with patch.LOCK:
         for made in _active.values():
             if made.concerns(name):
+                _forget_standins(made, name, module)
                 patch.engage(made.find_in(name, module))
-                # what it captured from a stand-in is not what it holds without one
-                holders.sweep(made.holders_in(name), module, [swap.replacement for swap in made.vacant])
                 _fill_module(made, name, module)
 
 

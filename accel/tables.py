@@ -6,15 +6,22 @@ Imports packaging and the standard library. The table classes are the schema: a 
 from __future__ import annotations
 
 import ast
+import fnmatch
 import inspect
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 FORMS = ("callable", "tuple", "package", "all")
+
+
+def one_of(patterns: Iterable[str]) -> Callable[[str], bool]:
+    """Whether a name is one of these names, or is matched by one of these patterns: quick, for all that is imported."""
+    matches = re.compile("|".join(map(fnmatch.translate, dict.fromkeys(patterns))) or r"(?!)").match
+    return lambda name: matches(name) is not None
 
 
 class Parameters(str):
@@ -50,7 +57,7 @@ class PatchPoint:
         return "*" in self.module
 
     def owns(self, module: str) -> bool:
-        return fnmatchcase(module, self.module)
+        return fnmatch.fnmatchcase(module, self.module)
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,26 @@ class Holder:
         return self.of or (self.attribute,)
 
     def owns(self, module: str) -> bool:
-        return fnmatchcase(module, self.module)
+        return fnmatch.fnmatchcase(module, self.module)
+
+
+@dataclass(frozen=True)
+class Closure:
+    """A function that keeps what it found at its import: in the cell `cell` the package's callable, or that of `own`.
+
+    `flag` is the cell that says whether it is the package's, `parameters` the one with the names that it takes. What
+    was captured from a stand-in is put back to the function's own, because no restore could reach it in use.
+    """
+
+    module: str
+    attribute: str
+    cell: str
+    own: str
+    flag: str
+    parameters: str
+
+    def owns(self, module: str) -> bool:
+        return fnmatch.fnmatchcase(module, self.module)
 
 
 @dataclass(frozen=True)
@@ -101,6 +127,7 @@ class VersionRange:
     callables: tuple[PatchPoint, ...] = ()
     needs: tuple[str, ...] = ()
     holders: tuple[Holder, ...] = ()
+    closures: tuple[Closure, ...] = ()
     caches: tuple[str, ...] = ()
 
 
