@@ -87,7 +87,7 @@ def install() -> bool:
 
 
 def _index_by_item() -> None:
-    """Let a loop's bound be a computed scalar: NumPy 2.4 no longer makes an int of the interpreter's one-element array."""
+    """Let a loop's bound be a computed scalar: NumPy 2.4 makes no int of the interpreter's one-element array."""
     patch = interpreter._patch_lang_tensor
 
     def with_index(tensor, scope):
