@@ -31,6 +31,9 @@ class Filled(NamedTuple):
     def key(self) -> tuple[int, Holder]:
         return id(self.holder()), self.rule
 
+    def __str__(self) -> str:
+        return str(patch.Place(self.holder, self.rule.attribute))
+
 
 def fill(rules: Sequence[Holder], holder: Any, callables: Mapping[str, Callable]) -> list[Filled]:
     """Fill the places of a module, or of an instance, that hold nothing; the rules are those of its name.
@@ -51,28 +54,29 @@ def fill(rules: Sequence[Holder], holder: Any, callables: Mapping[str, Callable]
     return filled
 
 
-def adopt(rules: Sequence[Holder], instance: Any, vacant: Collection[Callable]) -> list[Filled]:
-    """The places of an instance that was built while the package was stood in for, as if they had been filled."""
+def adopt(rules: Sequence[Holder], instance: Any, put: Collection[Any]) -> list[Filled]:
+    """The places of an instance that was built while its module's were filled with one of these, as if filled too."""
     namespace = patch.namespace(instance)
     held = [(rule, namespace.get(rule.attribute)) for rule in rules]
     return [
         Filled(rule, patch.weak(instance), None, value)
         for rule, value in held
-        if any(value is function for function in vacant)
+        if any(value is filling for filling in put)
     ]
 
 
 def empty(filled: Sequence[Filled]) -> list[str]:
     """Put back what was found; returns the places that hold something else by now, which stay as they are."""
     displaced = []
-    for rule, reference, found, put in reversed(filled):
+    for place in reversed(filled):
+        rule, reference, found, put = place
         holder = reference()
         space = None if holder is None else _space(rule, patch.namespace(holder))
         name = rule.entry or rule.attribute
         if space is None or (now := space.get(name, _NOTHING)) is found:
             continue
         if now is not put:
-            displaced.append(str(patch.Place(reference, rule.attribute)))
+            displaced.append(str(place))
         elif found is _NOTHING:
             del space[name]
         else:
@@ -80,30 +84,34 @@ def empty(filled: Sequence[Filled]) -> list[str]:
     return displaced
 
 
-def sweep(rules: Sequence[Holder], module: ModuleType, vacant: Collection[Callable]) -> None:
-    """Empty the places of a module that hold one of these callables, however it came there; flags follow."""
+def forget(
+    rules: Sequence[Holder], closures: Sequence[Closure], module: ModuleType, ours: Mapping[int, Callable | None]
+) -> None:
+    """Undo what a module captured by itself: at its import, or since, from a module that held what is ours.
+
+    `ours`: by identity, replacements and stand-in packages, with the original or None where there is none. A place that
+    holds one without an original holds nothing again, and flags follow; a closure has the original, or its own.
+    """
     namespace = patch.namespace(module)
     for rule in rules:
-        held = namespace.get(rule.attribute)
-        if rule.form == "callable" and any(held is function for function in vacant):
-            namespace[rule.attribute] = None
+        space, name = _space(rule, namespace), rule.entry or rule.attribute
+        if rule.form in ("callable", "package") and space is not None and id(space.get(name)) in ours:
+            if ours[id(space[name])] is None:
+                space[name] = None
     for rule in rules:
         if rule.form == "all" and namespace.get(rule.attribute) is True and not _value(rule, namespace, {}):
             namespace[rule.attribute] = False
-
-
-def reopen(closures: Sequence[Closure], module: ModuleType, vacant: Collection[Callable]) -> None:
-    """Make functions that captured one of these callables at import what they are without the package."""
     for closure in closures:
-        function = patch.namespace(module).get(closure.attribute)
-        if type(function) is not FunctionType:
-            continue
-        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-        if closure.cell in cells and any(cells[closure.cell].cell_contents is captured for captured in vacant):
-            own = cells[closure.own].cell_contents
-            cells[closure.cell].cell_contents = own
-            cells[closure.flag].cell_contents = False
-            cells[closure.parameters].cell_contents = tuple(inspect.signature(own).parameters)
+        function = namespace.get(closure.attribute)
+        code = function.__code__ if type(function) is FunctionType else None
+        cells = {} if code is None else dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+        if closure.cell in cells and id(cells[closure.cell].cell_contents) in ours:
+            original = ours[id(cells[closure.cell].cell_contents)]
+            if original is None:
+                original = cells[closure.own].cell_contents
+                cells[closure.flag].cell_contents = False
+                cells[closure.parameters].cell_contents = tuple(inspect.signature(original).parameters)
+            cells[closure.cell].cell_contents = original
 
 
 def loaded(concerns: Callable[[str], bool]) -> Iterator[tuple[str, ModuleType]]:

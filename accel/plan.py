@@ -73,6 +73,10 @@ class Plan:
         return [(name, point) for name, row in self.rows.items() for point in row.callables if point.is_pattern]
 
     @property
+    def ours(self) -> dict[int, Callable | None]:
+        return what_is_ours(self.swaps, self.vacant, self.standins)
+
+    @property
     def has_places(self) -> bool:
         """Whether modules that are imported later have to be looked at."""
         return bool(self.holders or self.patterns or self.closures)
@@ -110,6 +114,14 @@ class Plan:
         """The replacements that places in a module of this name are filled with: its own ones first."""
         own = [swap for swap in self.swaps if getattr(swap.original, "__module__", None) == name]
         return self.named | {swap.replacement.__accel__.callable: swap.replacement for swap in own}
+
+
+def what_is_ours(
+    swaps: Iterable[patch.Swap], vacant: Iterable[patch.Swap], standins: Iterable[StandIn]
+) -> dict[int, Callable | None]:
+    """Replacements and stand-in packages, by identity, each with its original; None where nothing was replaced."""
+    ours = {id(swap.replacement): swap.original for swap in swaps}
+    return ours | {id(made): None for made in (*(s.replacement for s in vacant), *(s.package for s in standins))}
 
 
 def preload(names: Iterable[str]) -> dict[str, ModuleType | Exception]:

@@ -52,6 +52,10 @@ class StandIn:
             vars(self.modules[self.name])[name.rpartition(".")[2]] = self.modules[name]
         self._hidden: dict[str, ModuleType] = {}  # what a package that cannot be imported has left behind
 
+    @property
+    def package(self) -> ModuleType:
+        return self.modules[self.name]
+
     def install(self) -> None:
         for name, module in self.modules.items():
             if sys.modules.get(name) is not module:

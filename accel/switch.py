@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -151,7 +151,7 @@ def _switch(on: dict[str, Plan], model: Any) -> None:
     try:
         for made in on.values():
             for name, module in holders.loaded(made.concerns):
-                _forget_standins(made, name, module)
+                _forget(made, name, module)
         patch.engage(swaps, model)
         _active.update(on)
         for made in on.values():
@@ -177,9 +177,12 @@ def _let_go(gone: Sequence[Plan]) -> list[str]:
     rules = {rule for made in kept for rule in made.holders}
     emptied = [place for place in _filled if place.rule not in rules]
     _filled[:] = [place for place in _filled if place.rule in rules]
-    displaced = [*holders.empty(emptied), *patch.release(swaps)]
-    _sweep([swap.replacement for swap in empty])
-    for standin in _unclaimed("standins", gone, kept):
+    displaced = holders.empty(emptied)
+    # what was emptied is no foreign patch, though it does not hold the original
+    displaced += [place for place in patch.release(swaps) if place not in set(map(str, emptied))]
+    standins = _unclaimed("standins", gone, kept)
+    _forget_everywhere(plan.what_is_ours(swaps, empty, standins))
+    for standin in standins:
         standin.remove()
     _clear_caches(gone)
     if not any(made.has_places for made in kept):
@@ -193,23 +196,21 @@ def _unclaimed(kind: str, gone: Sequence[Plan], kept: Sequence[Plan]) -> list[An
     return list({id(item): item for made in gone for item in getattr(made, kind) if id(item) not in claimed}.values())
 
 
-def _sweep(vacant: Sequence[Callable]) -> None:
-    """Empty every place that holds one of these; a module of a target that is off may have captured it too."""
+def _forget_everywhere(ours: Mapping[int, Callable | None]) -> None:
+    """Undo what modules captured, also those of targets that are off: they may have been imported meanwhile."""
     rows = [row for target in matrix.load().targets.values() for row in target.ranges]
     rules = list(dict.fromkeys(rule for row in rows for rule in row.holders))
     closures = list(dict.fromkeys(closure for row in rows for closure in row.closures))
     for name, module in holders.loaded(one_of(place.module for place in (*rules, *closures))):
-        holders.sweep([rule for rule in rules if rule.owns(name)], module, vacant)
-        holders.reopen([closure for closure in closures if closure.owns(name)], module, vacant)
+        own = [closure for closure in closures if closure.owns(name)]
+        holders.forget([rule for rule in rules if rule.owns(name)], own, module, ours)
 
 
-def _forget_standins(made: Plan, name: str, module: ModuleType) -> None:
+def _forget(made: Plan, name: str, module: ModuleType) -> None:
     """What a module captured from a stand-in, at its import, is not what it would hold without one."""
-    vacant = [swap.replacement for swap in made.vacant]
     filled = {place.key for place in _filled}
     rules = [rule for rule in made.holders_in(name) if (id(module), rule) not in filled]
-    holders.sweep(rules, module, vacant)
-    holders.reopen([closure for closure in made.closures if closure.owns(name)], module, vacant)
+    holders.forget(rules, [closure for closure in made.closures if closure.owns(name)], module, made.ours)
 
 
 def _fill(made: Plan, model: Any) -> None:
@@ -220,7 +221,9 @@ def _fill(made: Plan, model: Any) -> None:
         name = type(instance).__module__
         rules = [rule for rule in made.holders_in(name) if rule.form == "callable"]
         known = {place.key for place in _filled}
-        filled = holders.fill(rules, instance, made.callables_in(name)) + holders.adopt(rules, instance, vacant)
+        put = [place.put for place in _filled if place.holder() is sys.modules.get(name)]
+        filled = holders.fill(rules, instance, made.callables_in(name))
+        filled += holders.adopt(rules, instance, [*vacant, *put])
         _filled.extend(place for place in filled if place.key not in known)
 
 
@@ -233,7 +236,7 @@ def _serve_import(name: str, module: ModuleType) -> None:
     with patch.LOCK:
         for made in _active.values():
             if made.concerns(name):
-                _forget_standins(made, name, module)
+                _forget(made, name, module)
                 patch.engage(made.find_in(name, module))
                 _fill_module(made, name, module)
 
