@@ -222,8 +222,10 @@ def _fill(made: Plan, model: Any) -> None:
         rules = [rule for rule in made.holders_in(name) if rule.form == "callable"]
         known = {place.key for place in _filled}
         put = [place.put for place in _filled if place.holder() is sys.modules.get(name)]
+        # what wraps a function of the module's own goes back to that one, by identity
+        foreign = [function for function in put if getattr(function, "__module__", None) != name]
         filled = holders.fill(rules, instance, made.callables_in(name))
-        filled += holders.adopt(rules, instance, [*vacant, *put])
+        filled += holders.adopt(rules, instance, [*vacant, *foreign])
         _filled.extend(place for place in filled if place.key not in known)
 
 

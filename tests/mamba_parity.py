@@ -2,85 +2,28 @@
 
 Run by test_mamba.py in a process of its own for each release, with causal-conv1d or without it; not collected by name.
 The torch path is what mamba_ssm does where the names that it took from causal-conv1d are None, as they are without the
-package. mamba_ssm's Triton kernels run in the interpreter; its extension is the scan written out below, and that of
-causal-conv1d raises: a call that is not native fails here.
+package. What it needs of a GPU build is stood in for by mamba_extensions.py: a call that is not native fails here.
 """
 
 import contextlib
 import importlib
 import importlib.util
-import math
 import sys
-import types
 
 import pytest
 import torch
-import torch.nn.functional as F
-from triton.runtime import Autotuner
+from mamba_extensions import smallest_blocks
 
-from accel import accelerated, is_accelerated, last_route, record_routes, triton_cpu
+# isort: split
+from mamba_ssm.modules import mamba2, mamba2_simple, mamba_simple, mha
+from mamba_ssm.ops import selective_scan_interface
+from mamba_ssm.ops.triton import ssd_combined
+from mamba_ssm.utils.generation import InferenceParams
 
-triton_cpu.install()
-# what its Triton wrappers ask of CUDA: a context around each kernel, and how many blocks of gradients to sum
-torch.cuda.device = contextlib.nullcontext
-torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(multi_processor_count=1)
-
-
-def scan(u, delta, A, B, C, D, z, delta_bias, delta_softplus):
-    """Mamba's selective scan, token by token: (y, y gated, the states as the extension keeps them)."""
-    delta = delta if delta_bias is None else delta + delta_bias[:, None]
-    delta = F.softplus(delta) if delta_softplus else delta
-    state, ys = u.new_zeros(*u.shape[:2], A.shape[1]), []
-    for t in range(u.shape[2]):
-        decay = torch.exp(delta[:, :, t, None] * A)
-        state = decay * state + (delta * u)[:, :, t, None] * B[:, 0, None, :, t]
-        ys.append((state * C[:, 0, None, :, t]).sum(-1))
-    y = torch.stack(ys, 2) + D[:, None] * u
-    return y, None if z is None else y * F.silu(z), torch.stack([state, state], -1).flatten(2)[:, :, None]
-
-
-def scan_fwd(*args):
-    y, gated, states = scan(*args)
-    return (y, states) if gated is None else (y, states, gated)
-
-
-def scan_bwd(u, delta, A, B, C, D, z, delta_bias, dout, states, out, dz, delta_softplus, recompute):
-    names = [value for value in (u, delta, A, B, C, D, z, delta_bias)]
-    with torch.enable_grad():
-        leaves = [value.detach().requires_grad_() for value in names]
-        _, gated, _ = scan(*leaves, delta_softplus)
-        *gradients, dz_new, dbias = torch.autograd.grad(gated, leaves, dout)
-    dz = dz_new if dz is None else dz.copy_(dz_new)
-    # like u's, so that MambaInnerFn can write into it in place
-    gradients[0] = torch.empty_like(u).copy_(gradients[0])
-    return (*gradients, dbias, dz, gated.detach()) if recompute else (*gradients, dbias, dz)
-
-
-def unbuilt(name):
-    def function(*args):
-        raise AssertionError(f"a call reached {name} of the extension")
-
-    return function
-
-
-extension = types.ModuleType("causal_conv1d_cuda")
-for entry in ("causal_conv1d_fwd", "causal_conv1d_bwd", "causal_conv1d_update"):
-    setattr(extension, entry, unbuilt(entry))
-selective_scan = types.ModuleType("selective_scan_cuda")
-selective_scan.fwd, selective_scan.bwd = scan_fwd, scan_bwd
-sys.modules |= {module.__name__: module for module in (extension, selective_scan)}
+from accel import accelerated, is_accelerated, last_route, record_routes
 
 PRESENT = importlib.util.find_spec("causal_conv1d") is not None
-
-from mamba_ssm.modules import mamba2, mamba2_simple, mamba_simple, mha  # noqa: E402
-from mamba_ssm.ops import selective_scan_interface  # noqa: E402
-from mamba_ssm.ops.triton import ssd_combined  # noqa: E402
-from mamba_ssm.utils.generation import InferenceParams  # noqa: E402
-
-# interpreted, a block costs what it holds: the smallest ones, where there is a choice
-for module in [module for name, module in sys.modules.copy().items() if name.startswith("mamba_ssm.ops.triton.")]:
-    for kernel in [kernel for kernel in vars(module).values() if isinstance(kernel, Autotuner)]:
-        kernel.configs = [min(kernel.configs, key=lambda config: math.prod(filter(None, config.kwargs.values())))]
+smallest_blocks("mamba_ssm.ops.triton.")  # interpreted, a block costs what it holds
 
 CAPTURING = (mamba2, mamba2_simple, mamba_simple, mha, selective_scan_interface, ssd_combined)
 CAPTURED = [(module, name) for module in CAPTURING for name in vars(module) if name.startswith("causal_conv1d_")]

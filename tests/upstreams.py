@@ -22,6 +22,12 @@ def fla(version: str) -> Path:
     return install([f"fla-core=={version}"], f"fla-core-{version}")
 
 
+def flash_linear_attention(version: str) -> Path:
+    """A folder with fla-core and the layers and models above it, which import transformers."""
+    wanted = [f"fla-core=={version}", f"flash-linear-attention=={version}"]
+    return install(wanted, f"flash-linear-attention-{version}")
+
+
 def causal_conv1d(version: str) -> Path:
     """A folder with causal-conv1d built from source without its extension: `causal_conv1d_cuda` has to be stubbed."""
     return build("causal-conv1d", version)

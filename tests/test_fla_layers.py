@@ -1,0 +1,28 @@
+"""FLA's Mamba layers on real releases: fla_layers_parity.py in a process for each, with causal-conv1d and without."""
+
+import os
+
+import pytest
+from upstreams import ROOT, causal_conv1d, flash_linear_attention, mamba_ssm, run_python, transformers
+
+PARITY = ROOT / "tests" / "fla_layers_parity.py"
+CODE = """
+import importlib.metadata, sys
+import pytest
+assert importlib.metadata.version("flash-linear-attention") == {version!r}
+sys.exit(pytest.main({options!r}))
+"""
+
+
+@pytest.mark.parametrize(
+    "version, needed, conv", [("0.6.0", "5.6.2", None), ("0.6.0", "5.6.2", "1.7.0"), ("0.5.2", "4.57.6", None)]
+)
+def test_on_the_cpu(version, needed, conv):
+    """The layers' own Python above real mamba_ssm on the CPU backend; a GPU, where there is one, is hidden."""
+    options = ["-q", "-p", "no:cacheprovider", "--tb=short", str(PARITY)]
+    folders = [flash_linear_attention(version), mamba_ssm("2.3.2.post1"), transformers(needed)]
+    folders += [causal_conv1d(conv)] if conv else []
+    env = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_OFFLINE": "1", "FLA_CACHE_RESULTS": "0"}
+    env["ACCEL_EVIDENCE"] = os.devnull  # this test counts
+    done = run_python(CODE.format(version=version, options=options), folders, env, timeout=900)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
