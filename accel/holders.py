@@ -105,13 +105,15 @@ def forget(
         function = namespace.get(closure.attribute)
         code = function.__code__ if type(function) is FunctionType else None
         cells = {} if code is None else dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
-        if closure.cell in cells and id(cells[closure.cell].cell_contents) in ours:
-            original = ours[id(cells[closure.cell].cell_contents)]
-            if original is None:
-                original = cells[closure.own].cell_contents
-                cells[closure.flag].cell_contents = False
-                cells[closure.parameters].cell_contents = tuple(inspect.signature(original).parameters)
-            cells[closure.cell].cell_contents = original
+        if not cells.keys() >= {closure.cell, closure.own, closure.flag, closure.parameters}:
+            continue
+        captured = id(cells[closure.cell].cell_contents)
+        if captured in ours and ours[captured] is not None:
+            cells[closure.cell].cell_contents = ours[captured]
+        elif captured in ours:
+            own = cells[closure.cell].cell_contents = cells[closure.own].cell_contents
+            cells[closure.flag].cell_contents = False
+            cells[closure.parameters].cell_contents = tuple(inspect.signature(own).parameters)
 
 
 def loaded(concerns: Callable[[str], bool]) -> Iterator[tuple[str, ModuleType]]:

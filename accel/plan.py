@@ -272,9 +272,11 @@ def _swap(target: str, point: PatchPoint, function: Any, strict: bool | None) ->
 
 
 def _stand_in_swap(target: str, point: PatchPoint, lack: str) -> patch.Swap:
-    if (target, point.attribute) not in _vacant:
-        _vacant[target, point.attribute] = _wrap(target, point, vacant(point, _adapter(target, point), lack))
-    return _vacant[target, point.attribute]
+    swap = _vacant.get((target, point.attribute))
+    if swap is None:
+        function = vacant(point, _adapter(target, point), lack, lambda: swap.replacement.__accel__.live)
+        swap = _vacant[target, point.attribute] = _wrap(target, point, function)
+    return swap
 
 
 def _wrap(target: str, point: PatchPoint, original: Callable) -> patch.Swap:

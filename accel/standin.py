@@ -17,17 +17,17 @@ from accel import tables
 from accel.dispatch import Adapter, declines
 
 
-def vacant(point: tables.PatchPoint, adapter: Adapter, lack: str) -> Callable:
-    """What is under the wrapper of a callable that is nowhere installed; `lack` says so.
+def vacant(point: tables.PatchPoint, adapter: Adapter, lack: str, is_on: Callable[[], bool]) -> Callable:
+    """What is under the wrapper of a callable that is nowhere installed; `lack` says so, `is_on` whether accel serves.
 
     It has the callable's name and signature, and raises what declined the call, with the error that an op would raise
-    for it; ImportError where nothing did, because the wrapper was restored.
+    for it; ImportError where the wrapper was restored.
     """
 
     def function(*args: Any, **kwargs: Any):
+        if not is_on():
+            raise ImportError(f"{point.attribute}: {lack}, and accel, which served it, is switched off")
         declined = declines(adapter, args, kwargs)
-        if not declined:
-            raise ImportError(f"{point.attribute}: {lack}, and accel, which serves it, is switched off")
         what = "; ".join(map(str, declined))
         raise declined[0].error(f"{point.attribute}: {what} ({lack}, so accel alone serves it)")
 
