@@ -41,7 +41,7 @@ def accelerate(
     if model is not None and not callable(getattr(model, "modules", None)):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     names = _names(targets)
-    loaded = plan.preload(name for name in names if name not in _active)
+    loaded = plan.preload(names)
     with patch.LOCK:
         plans, refused = {}, {}
         for name in names:
