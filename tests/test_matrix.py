@@ -27,6 +27,7 @@ FOLDERS = {
     "fla-core": lambda version: [fla(version)],
     "causal-conv1d": lambda version: [causal_conv1d(version)],
     "mamba-ssm": lambda version: [mamba_ssm(version), transformers("4.57.6")],
+    "transformers": lambda version: [transformers(version)],
 }
 
 # What a release really has: for each callable its type, its parameters, and who its own module says it is; for each
