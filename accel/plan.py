@@ -136,13 +136,14 @@ def preload(names: Iterable[str]) -> dict[str, ModuleType | Exception]:
     while waiting:
         name = waiting.pop()
         target = table.targets.get(name)
-        version = None if target is None else environment.distribution_version(target.distribution)
-        if name in done or version is None:
+        if name in done or target is None:
             continue
         done.add(name)
-        row = target.range_of(Version(version)) or target.ranges[-1]
-        waiting += row.needs
-        for module in [point.module for point in row.callables if not point.is_pattern]:
+        version = environment.distribution_version(target.distribution)
+        row = (version and target.range_of(Version(version))) or target.ranges[-1]
+        if version or target.standin:
+            waiting += row.needs
+        for module in [point.module for point in row.callables if version and not point.is_pattern]:
             if module not in loaded:
                 try:
                     loaded[module] = importlib.import_module(module)

@@ -239,7 +239,8 @@ def _serve_import(name: str, module: ModuleType) -> None:
         for made in _active.values():
             if made.concerns(name):
                 _forget(made, name, module)
-                patch.engage(made.find_in(name, module))
+                if found := made.find_in(name, module):
+                    patch.engage(found)
                 _fill_module(made, name, module)
 
 

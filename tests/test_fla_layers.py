@@ -14,12 +14,18 @@ sys.exit(pytest.main({options!r}))
 """
 
 
-@pytest.mark.parametrize(
-    "version, needed, conv", [("0.6.0", "5.6.2", None), ("0.6.0", "5.6.2", "1.7.0"), ("0.5.2", "4.57.6", None)]
-)
-def test_on_the_cpu(version, needed, conv):
+# FLA, the transformers that it imports, causal-conv1d or None, and what is run of the file
+RUNS = [
+    ("0.6.0", "5.6.2", None, "test"),
+    ("0.6.0", "5.6.2", "1.7.0", "not training"),
+    ("0.5.2", "4.57.6", None, "test"),
+]
+
+
+@pytest.mark.parametrize("version, needed, conv, selection", RUNS)
+def test_on_the_cpu(version, needed, conv, selection):
     """The layers' own Python above real mamba_ssm on the CPU backend; a GPU, where there is one, is hidden."""
-    options = ["-q", "-p", "no:cacheprovider", "--tb=short", str(PARITY)]
+    options = ["-q", "-k", selection, "-p", "no:cacheprovider", "--tb=short", str(PARITY)]
     folders = [flash_linear_attention(version), mamba_ssm("2.3.2.post1"), transformers(needed)]
     folders += [causal_conv1d(conv)] if conv else []
     env = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_OFFLINE": "1", "FLA_CACHE_RESULTS": "0"}
