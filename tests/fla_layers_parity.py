@@ -14,7 +14,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from mamba_extensions import smallest_blocks
+from mamba_extensions import NATIVE, smallest_blocks
 
 # isort: split
 import fla
@@ -140,7 +140,7 @@ def test_prefill_and_decode(name, backend):
         assert layer.backend == backend and layer.causal_conv1d_fn.__accel__.live
         ours = decoded(layer)
     fn, step = NAMES[backend]
-    expected = [(name, "native:cpu") for name in (fn, *[step for _ in steps_of(layer)])]
+    expected = [(name, NATIVE) for name in (fn, *[step for _ in steps_of(layer)])]
     assert [(route.callable, str(route)) for route in routes] == expected
     layer.causal_conv1d_fn, layer.causal_conv1d_update = TORCH[backend]
     assert_same(ours, decoded(layer))
@@ -154,7 +154,7 @@ def test_training(name, backend):
         ours = trained(layer.train())
     fused = ["causal_conv1d_fwd_function", "causal_conv1d_fwd_function", "causal_conv1d_bwd_function"]
     expected = [NAMES[backend][0]] * 2 if name == "log_linear_mamba2" else fused
-    assert [(route.callable, str(route)) for route in routes] == [(each, "native:cpu") for each in expected]
+    assert [(route.callable, str(route)) for route in routes] == [(each, NATIVE) for each in expected]
     layer.causal_conv1d_fn, layer.causal_conv1d_update = TORCH[backend]
     assert_same(ours, trained(layer.eval()))
 
@@ -168,7 +168,7 @@ def test_instances_that_were_there_before(name, backend):
     with on(backend, model=torch.nn.Sequential(layer)) as routes:
         assert layer.causal_conv1d_fn.__wrapped__ is found[0] and layer.causal_conv1d_update.__wrapped__ is found[1]
         decoded(layer)
-    assert [str(route) for route in routes] == ["native:cpu"] * (1 + len(steps_of(layer)))
+    assert [str(route) for route in routes] == [NATIVE] * (1 + len(steps_of(layer)))
     assert layer.causal_conv1d_fn is found[0] and layer.causal_conv1d_update is found[1]
 
 

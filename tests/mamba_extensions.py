@@ -1,24 +1,33 @@
-"""What mamba_ssm, and FLA's layers above it, need of a GPU build, stood in for on the CPU: import this before them.
+"""What mamba_ssm and FLA's layers above it run on: import this before them.
 
-Triton kernels run in the interpreter; mamba_ssm's extension is the scan written out below; causal-conv1d's raises, so
-that a convolution which is not native fails.
+On the CPU Triton kernels run in the interpreter, which TRITON_INTERPRET=1 chooses, and what their callers ask of CUDA
+is stood in for. On either device so is an extension that is not built: mamba_ssm's by the scan written out below;
+causal-conv1d's raises, so that a convolution which is not native fails.
 """
 
 import contextlib
+import importlib.util
 import math
+import os
 import sys
 import types
 
 import torch
 import torch.nn.functional as F
-from triton.runtime import Autotuner
+from triton.runtime import Autotuner, driver
 
 from accel import triton_cpu
 
-triton_cpu.install()
-# what mamba_ssm's Triton wrappers ask of CUDA: a context around each kernel, and how many blocks of gradients to sum
-torch.cuda.device = contextlib.nullcontext
-torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(multi_processor_count=1)
+if os.environ.get("TRITON_INTERPRET") == "1":
+    triton_cpu.install()
+    # a context around each kernel, and how many blocks of gradients to sum
+    torch.cuda.device = contextlib.nullcontext
+    torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(multi_processor_count=1)
+    NATIVE = "native:cpu"
+else:
+    driver.active.get_benchmarker = lambda: triton_cpu.first_wins
+    torch.set_default_device("cuda")
+    NATIVE = "native:cute"
 
 
 def scan(u, delta, A, B, C, D, z, delta_bias, delta_softplus):
@@ -62,7 +71,9 @@ for entry in ("causal_conv1d_fwd", "causal_conv1d_bwd", "causal_conv1d_update"):
     setattr(extension, entry, unbuilt(entry))
 selective_scan = types.ModuleType("selective_scan_cuda")
 selective_scan.fwd, selective_scan.bwd = scan_fwd, scan_bwd
-sys.modules |= {module.__name__: module for module in (extension, selective_scan)}
+for module in (extension, selective_scan):
+    if importlib.util.find_spec(module.__name__) is None:
+        sys.modules[module.__name__] = module
 
 
 def smallest_blocks(package):
