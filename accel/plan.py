@@ -170,6 +170,8 @@ def _add(plan: Plan, name: str, loaded: dict[str, ModuleType | Exception], stand
         raise Refused("not available in this version of accel")
     target = table.targets[name]
     try:
+        if name in _standins and _standins[name].is_installed:
+            raise Refused(f"{target.distribution} is stood in for", absent=True)
         row, found = _installed(plan, target, loaded)
     except Refused as reason:
         if not reason.absent or target.standin is None or not stand_in:
@@ -230,11 +232,7 @@ def _refuse_nameless(target: Target) -> None:
     if target.standin is None:
         return
     name = target.ranges[-1].callables[0].module.partition(".")[0]
-    if name in sys.modules:
-        there = not any(sys.modules[name] is made.modules[name] for made in _standins.values() if made.name == name)
-    else:
-        there = importlib.util.find_spec(name) is not None
-    if there:
+    if name in sys.modules or importlib.util.find_spec(name) is not None:
         raise Refused(f"{name} can be imported, but no distribution {target.distribution} says its version")
 
 

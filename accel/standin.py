@@ -56,6 +56,10 @@ class StandIn:
     def package(self) -> ModuleType:
         return self.modules[self.name]
 
+    @property
+    def is_installed(self) -> bool:
+        return sys.modules.get(self.name) is self.package
+
     def install(self) -> None:
         for name, module in self.modules.items():
             if sys.modules.get(name) is not module:

@@ -262,6 +262,20 @@ def test_a_target_that_needs_one_that_is_refused(upstream):
     assert not is_accelerated()
 
 
+def test_a_package_that_cannot_be_imported_is_stood_in_for_once(upstream):
+    (upstream.folder / "acc_conv.py").write_text("raise ImportError('undefined symbol')")
+    accelerate("conv")
+    package = imported("acc_conv")
+    step = package.step
+    user = imported("acc_user")
+    accelerate("user")
+    assert user.step is package.step is step and not hasattr(step.__wrapped__, "__accel__")
+    restore("conv")
+    assert sys.modules["acc_conv"] is package and live(step)
+    restore()
+    assert user.step is None and "acc_conv" not in sys.modules
+
+
 def test_patterns(absent, caplog):
     """What a matching module defines is swapped, its own function being the fallback; what it only took follows."""
     first = imported("acc_models.first")
