@@ -59,7 +59,7 @@ def test_modules_imported_later_beside_causal_conv1d(version):
 
 @pytest.mark.parametrize("version", VERSIONS[:2])
 def test_fast_path_beside_mamba_ssm(version):
-    """Before 5.24: what the mixers of the Mamba kind run on a GPU."""
+    """Before 5.15: what the mixers of the Mamba kind run on a GPU."""
     run([transformers(version), mamba_ssm("2.3.2.post1")], FAST_PATH, TRITON_INTERPRET="1")
 
 

@@ -1,4 +1,4 @@
-"""Transformers before 5.24 on the path of a GPU: mamba_ssm is there, causal-conv1d is not, and accel closes the gap.
+"""Transformers before 5.15 on the path of a GPU: mamba_ssm is there, causal-conv1d is not, and accel closes the gap.
 
 Run by test_transformers.py in a process of its own for each release; not collected by name. The gates of Transformers
 ask for CUDA, so they are told that it is there; the mixers look at their weights and would take their torch path here,
@@ -48,3 +48,13 @@ def test_the_flag_of_the_fast_path(family):
         assert vars(module)[FLAG] is True
         assert [vars(module)[name].__name__ for name in names] == [*names]
     assert [vars(module)[name] for name in (*names, FLAG)] == before
+
+
+def test_falcon_mamba_stays_on_its_torch_path():
+    """The fast path's training step would need the extension itself, or a kernel from the Hub."""
+    module = modeling(build("falcon_mamba"))
+    with accelerated("transformers", verbose=False):
+        build("falcon_mamba")
+        held = vars(module)
+        functions = held.get("_causal_conv1d_cache") or [held["causal_conv1d_fn"], held["causal_conv1d_update"]]
+        assert not all([*functions, held.get("mamba_inner_fn", held.get("falcon_mamba_inner_fn"))])

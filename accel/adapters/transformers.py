@@ -1,6 +1,6 @@
 """Transformers' own convolution functions: their signatures written out, to and from a call. Views only, no decisions.
 
-Since 5.24 every modeling module defines a pair of them, in front of the package causal_conv1d and of a torch fallback;
+Since 5.15 every modeling module defines a pair of them, in front of the package causal_conv1d and of a torch fallback;
 earlier only Qwen3-Next and its kin define one, a torch update. Shapes are our own: x [B, D, T], states [B, D, L].
 """
 
