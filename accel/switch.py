@@ -50,6 +50,12 @@ def accelerate(
                     plans[name] = plan.make(name, strict, loaded, stand_in=targets != "all")
                 except Refused as reason:
                     refused[name] = reason
+        if targets == "all":
+            # what another target stands in for already is no wish of its own any more
+            needed = {name for made in (*plans.values(), *_active.values()) for name in made.rows}
+            for name in needed & refused.keys():
+                plans[name] = plan.make(name, strict, loaded)
+                del refused[name]
         if refused and targets != "all":
             reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
             cause = next(iter(refused.values())).__cause__

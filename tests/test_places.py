@@ -262,6 +262,16 @@ def test_a_target_that_needs_one_that_is_refused(upstream):
     assert not is_accelerated()
 
 
+def test_all_stands_in_for_what_a_target_needs(absent, caplog):
+    for _ in range(2):
+        assert accelerate() == ("conv", "user", "models")
+    assert is_accelerated("conv") and "acc_conv" in sys.modules
+    assert [record.getMessage() for record in caplog.records] == ["gone is not accelerated: gone is not installed"] * 2
+    restore()
+    absent.versions.clear()
+    assert accelerate() == () and "acc_conv" not in sys.modules
+
+
 def test_a_package_that_cannot_be_imported_is_stood_in_for_once(upstream):
     (upstream.folder / "acc_conv.py").write_text("raise ImportError('undefined symbol')")
     accelerate("conv")
