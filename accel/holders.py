@@ -48,7 +48,7 @@ def fill(rules: Sequence[Holder], holder: Any, callables: Mapping[str, Callable]
         name = rule.entry or rule.attribute
         found = space.get(name, _NOTHING)
         put = _value(rule, patch.namespace(holder), callables)
-        if put is not None and _is_empty(rule, found):
+        if put is not None and _is_empty(rule, found, put):
             space[name] = put
             filled.append(Filled(rule, patch.weak(holder), found, put))
     return filled
@@ -147,9 +147,11 @@ def _value(rule: Holder, namespace: Mapping[str, Any], callables: Mapping[str, C
     return values if rule.form == "tuple" else values[0]
 
 
-def _is_empty(rule: Holder, found: Any) -> bool:
+def _is_empty(rule: Holder, found: Any, put: Any) -> bool:
+    """Whether a place holds nothing; for a tuple, or originals in their order: no walk by identity sees into it."""
     if rule.form == "all":
         return found is False
-    if rule.form == "tuple" and type(found) is tuple:
-        return all(value is None for value in found)
+    if rule.form == "tuple" and type(found) is tuple and len(found) == len(put):
+        pairs = zip(found, put, strict=True)
+        return all(value is None or value is getattr(filling, "__wrapped__", None) for value, filling in pairs)
     return found is None or found is _NOTHING and bool(rule.entry)

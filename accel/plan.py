@@ -33,7 +33,7 @@ _standins: dict[str, StandIn] = {}
 
 
 class Refused(Exception):
-    """Why a target cannot be switched on; `absent`: because it is not installed."""
+    """Why a target cannot be switched on; `absent`: what is installed, if anything, is as good as not there."""
 
     def __init__(self, reason: str, absent: bool = False):
         super().__init__(reason)
@@ -203,6 +203,8 @@ def _add(plan: Plan, name: str, loaded: dict[str, ModuleType | Exception], stand
             except Refused as reason:
                 if not reason.absent:
                     raise Refused(f"it needs {needed}: {reason}") from reason.__cause__
+                if environment.distribution_version(table.targets[needed].distribution) is not None:
+                    plan.notes.append(f"{needed} is left out: {reason}")
 
 
 def _installed(
@@ -218,6 +220,8 @@ def _installed(
     if row is None:
         installed += f", outside the proven versions {target.proven[0]} to {target.proven[-1]},"
     points = [point for point in (row or target.ranges[-1]).callables if not point.is_pattern]
+    if row is None and not points:
+        raise Refused(f"{installed} has no signatures that could be compared", absent=True)
     found = {point: _find(point, installed, loaded, target.standin is not None) for point in points}
     different = [text for point, function in found.items() if (text := _difference(point, function))]
     if different:

@@ -7,6 +7,7 @@ import sys
 import textwrap
 import threading
 import types
+from dataclasses import replace
 from types import MappingProxyType
 
 import pytest
@@ -180,6 +181,29 @@ def test_the_package_is_there_and_its_names_are_none(upstream):
     assert user.step is None and "conv" not in user.cache
 
 
+def test_originals_in_a_tuple(upstream):
+    """No walk by identity sees into a tuple: the rule for it does, and the very tuple comes back."""
+    user, conv = imported("acc_user"), imported("acc_conv")
+    held = user.pair = (conv.step, None)
+    accelerate("user")
+    assert user.pair == (conv.step, conv.sequence) and live(user.pair[0]) and live(user.pair[1])
+    restore()
+    assert user.pair is held
+    user.pair = (conv.sequence, conv.step)  # another order: somebody else's
+    accelerate("user")
+    assert user.pair[0].__name__ == "sequence" and not hasattr(user.pair[0], "__accel__")
+
+
+def test_a_version_of_which_nothing_can_be_compared(upstream, caplog):
+    """Outside the proven versions every signature has to match: without one there is no match."""
+    upstream.versions["user"] = "2.0"
+    with pytest.raises(
+        ImportError, match=r"user: user 2.0, outside the proven versions .* has no signatures that could"
+    ):
+        accelerate("user")
+    assert accelerate() == ("conv", "models")
+
+
 @pytest.mark.parametrize("names", [["user"], ["conv"], ["user", "conv"], ["conv", "user"]])
 def test_a_module_imported_meanwhile(absent, names):
     """With the target on it is filled; without, it takes from the stand-in what it must not keep."""
@@ -284,6 +308,20 @@ def test_a_package_that_cannot_be_imported_is_stood_in_for_once(upstream):
     assert sys.modules["acc_conv"] is package and live(step)
     restore()
     assert user.step is None and "acc_conv" not in sys.modules
+
+
+def test_a_target_that_needs_one_of_an_unknown_version(upstream, caplog):
+    """It does without, and says so."""
+    table = matrix.load()
+    (models,) = table.targets["models"].ranges
+    wanting = replace(table.targets["models"], ranges=(replace(models, needs=("conv", "user")),))
+    table = replace(table, targets=MappingProxyType({**table.targets, "models": wanting}))
+    upstream.versions["user"] = "2.0"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matrix, "load", lambda: table)
+        assert accelerate("models") == ("models",)
+        restore()
+    assert "models: user is left out: user 2.0, outside the proven versions" in caplog.text
 
 
 def test_patterns(absent, caplog):
