@@ -282,6 +282,18 @@ def test_padding_of_a_continued_forward():
     assert not torch.equal(found[0][0, :2], found[1][0, :2])
 
 
+@pytest.mark.skipif(not PRESENT or VERSION.major > 4, reason="Mamba of 4.57 keeps causal-conv1d's functions like that")
+def test_functions_in_a_tuple(monkeypatch):
+    """What a model that was built before left in the cache of its module."""
+    module = modeling(build("mamba"))
+    package = importlib.import_module("causal_conv1d")
+    found = package.causal_conv1d_update, package.causal_conv1d_fn
+    monkeypatch.setattr(module, "_causal_conv1d_cache", found)
+    with accelerated("transformers", verbose=False):
+        assert module._causal_conv1d_cache == (package.causal_conv1d_update, package.causal_conv1d_fn) != found
+    assert module._causal_conv1d_cache is found
+
+
 def test_kernels_of_the_hub_are_left_alone(monkeypatch):
     """The package `kernels` puts modules or functions of its own there, with other signatures."""
     kernel, hub = torch.nn.Identity(), types.ModuleType("kernel_of_the_hub")
