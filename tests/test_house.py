@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 # Ground first. A module imports from its own floor and from those below.
 FLOORS = (
-    ("call", "errors", "memory", "reasons", "environment", "tracing", "triton_cpu"),
+    ("call", "errors", "memory", "reasons", "environment", "tracing", "tables", "imports", "triton_cpu"),
     ("kernels", "kernels.contract", "kernels.layout", "kernels.cache", "kernels.capture"),
     ("kernels.jit",),
     ("kernels.packing", "kernels.last_tokens"),
@@ -32,7 +32,7 @@ FLOORS = (
     ("kernels.device.conv_*",),
     ("admission", "routes", "cpu", "ops", "ops.*"),
     ("dispatch", "nn"),
-    ("adapters", "adapters.*", "patch", "matrix", "switch", "warmup"),
+    ("adapters", "adapters.*", "patch", "holders", "matrix", "standin", "plan", "switch", "warmup"),
     ("",),
     ("cli", "demo", "__main__"),
 )
