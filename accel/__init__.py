@@ -9,7 +9,15 @@ from accel.environment import check
 from accel.errors import AccelError, PackedMetadataError, StateIndexError
 from accel.reasons import Reason
 from accel.routes import Route, last_route, record_routes, reset_routes, route_counts
-from accel.switch import accelerate, accelerate_fla, accelerated, is_accelerated, restore
+from accel.switch import (
+    accelerate,
+    accelerate_fla,
+    accelerate_mamba,
+    accelerate_transformers,
+    accelerated,
+    is_accelerated,
+    restore,
+)
 
 __all__ = [
     "AccelError",
@@ -19,6 +27,8 @@ __all__ = [
     "StateIndexError",
     "accelerate",
     "accelerate_fla",
+    "accelerate_mamba",
+    "accelerate_transformers",
     "accelerated",
     "check",
     "explain",

@@ -81,8 +81,9 @@ def support_table(table: matrix.Matrix) -> str:
     lines = ["| target | distribution | releases | callables |", "| --- | --- | --- | --- |"]
     for name, target in table.targets.items():
         releases = ", ".join(map(str, target.proven))
-        callables = dict.fromkeys(f"`{point.attribute}`" for row in target.ranges for point in row.callables)
-        lines.append(f"| `{name}` | `{target.distribution}` | {releases} | {', '.join(callables)} |")
+        named = [place.attribute for row in target.ranges for place in row.callables or row.holders]
+        callables = ", ".join(f"`{attribute}`" for attribute in dict.fromkeys(named))
+        lines.append(f"| `{name}` | `{target.distribution}` | {releases} | {callables} |")
     lines += ["", "| operation | backend | dtypes | weight, bias | widths | layouts |", "| --- " * 6 + "|"]
     for operation, backends in table.operations.items():
         for backend, support in backends.items():

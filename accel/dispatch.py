@@ -105,7 +105,7 @@ def run(binding: Binding, args: tuple, kwargs: dict) -> Any:
 
 def _unreadable(error: Exception) -> Decline:
     # arguments that do not bind, a non-tensor, a view that would copy: the original answers in its own words
-    return Decline(Reason.UNSUPPORTED_ARGUMENT, "arguments", "the upstream's signature", str(error))
+    return Decline(Reason.UNSUPPORTED_ARGUMENT, "arguments", "the upstream's signature", str(error), TypeError)
 
 
 def _fall_back(binding: Binding, decline: Decline, args: tuple, kwargs: dict) -> Any:
@@ -134,18 +134,22 @@ def explain(function: Callable, *args: Any, **kwargs: Any) -> Explanation:
     binding = getattr(function, "__accel__", None)
     if not isinstance(binding, Binding):
         raise ValueError(f"function: expected a callable that accel has swapped, got {function!r}")
-    try:
-        call = binding.adapter.read(*args, **kwargs)
-    except Exception as error:
-        call = _unreadable(error)
-    if type(call) is Decline:
-        failed = (call,)
-    else:
-        facts = environment.facts(call.x.device)
-        failed = tuple(admission.CHECKS[type(call)](call, facts))
+    failed = declines(binding.adapter, args, kwargs)
     if failed:
         first = failed[0]
         return Explanation(
             Route(binding.target, binding.callable, "fallback", None, first.reason.value, str(first)), failed
         )
-    return Explanation(binding.native[facts.backend], ())
+    backend = environment.facts(binding.adapter.read(*args, **kwargs).x.device).backend
+    return Explanation(binding.native[backend], ())
+
+
+def declines(adapter: Adapter, args: tuple, kwargs: dict) -> tuple[Decline, ...]:
+    """Every failed check of a call, without running it."""
+    try:
+        call = adapter.read(*args, **kwargs)
+    except Exception as error:
+        call = _unreadable(error)
+    if type(call) is Decline:
+        return (call,)
+    return tuple(admission.CHECKS[type(call)](call, environment.facts(call.x.device)))

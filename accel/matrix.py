@@ -1,132 +1,28 @@
-"""compat_matrix.yaml: read once, validated strictly, as frozen tables.
+"""compat_matrix.yaml: read once, validated strictly, into the tables of accel/tables.py.
 
-Imports PyYAML and packaging, nothing of `accel` but `errors`. The one surprise: it reads YAML nodes instead of loaded
+Imports PyYAML, and of `accel` the tables and `errors`. The one surprise: it reads YAML nodes instead of loaded
 values, because nodes know their line and keep duplicate keys, and an error should name both.
 """
 
 from __future__ import annotations
 
-import ast
 import functools
-import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
-from packaging.specifiers import SpecifierSet
-from packaging.version import Version
 
 from accel.errors import AccelError
+from accel.tables import FORMS, Matrix, Target, VersionRange
 
 PATH = Path(__file__).with_name("compat_matrix.yaml")
 
 
 class MatrixError(AccelError):
     """compat_matrix.yaml says something that it must not say; the message names the key and the line."""
-
-
-class Parameters(str):
-    """A parameter list without annotations, as `inspect.signature` would print it: "x, weight=None, **kwargs"."""
-
-    def __new__(cls, text: str) -> Parameters:
-        function = ast.parse(f"def _({text}): ...").body[0]
-        return super().__new__(cls, ast.unparse(function.args))
-
-    @classmethod
-    def of(cls, function: Callable) -> Parameters:
-        signature = inspect.signature(function)
-        bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
-        text = str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
-        return super().__new__(cls, text[1:-1])  # a default may have no source form, so this text is not parsed
-
-
-@dataclass(frozen=True)
-class PatchPoint:
-    """One upstream callable. `module` is its owner, whose globals the upstream's own code reads: a name to import."""
-
-    attribute: str
-    module: str
-    adapter: str
-    parameters: Parameters
-
-
-@dataclass(frozen=True)
-class VersionRange:
-    """Releases that look alike. `proven` are those that the tests install and compare."""
-
-    versions: SpecifierSet
-    proven: tuple[Version, ...]
-    callables: tuple[PatchPoint, ...]
-
-
-@dataclass(frozen=True)
-class Target:
-    """A group of callables of one upstream distribution, switched together. Ranges go from the oldest to the newest."""
-
-    summary: str
-    distribution: str
-    ranges: tuple[VersionRange, ...]
-
-    def range_of(self, version: Version) -> VersionRange | None:
-        return next((row for row in self.ranges if row.versions.contains(version, prereleases=True)), None)
-
-    @property
-    def proven(self) -> tuple[Version, ...]:
-        return tuple(version for row in self.ranges for version in row.proven)
-
-
-@dataclass(frozen=True)
-class Architectures:
-    """What the kernels are compiled for, and where they were really run."""
-
-    compiled: tuple[str, ...]
-    run: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Support:
-    """What one backend takes in one operation; `parameter_dtypes` are those of weight and bias."""
-
-    dtypes: tuple[str, ...]
-    parameter_dtypes: tuple[str, ...]
-    widths: tuple[int, ...]
-    layouts: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Fault:
-    """What an upstream gets wrong, in which versions, and what a native call does instead."""
-
-    target: str
-    callables: tuple[str, ...]
-    versions: SpecifierSet
-    fault: str
-    native: str
-    reference: str
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """The whole file. `planned` names are known and not served yet; `operations` is by operation, then backend."""
-
-    targets: Mapping[str, Target]
-    planned: tuple[str, ...]
-    aliases: Mapping[str, str]
-    architectures: Architectures
-    operations: Mapping[str, Mapping[str, Support]]
-    faults: tuple[Fault, ...]
-
-    def canonical(self, name: str) -> str:
-        """The target that a name or an alias means."""
-        target = self.aliases.get(name, name)
-        if target not in self.targets and target not in self.planned:
-            known = ", ".join([*self.targets, *self.planned])
-            aliases = ", ".join(f"{alias} = {meant}" for alias, meant in self.aliases.items())
-            raise ValueError(f"targets: expected some of {known} (aliases: {aliases}) or 'all', got {name!r}")
-        return target
 
 
 @functools.cache
@@ -159,6 +55,8 @@ def _read(node: yaml.Node, kind: Any, path: str) -> Any:
             if field.name not in entries and field.default is MISSING:
                 raise _wrong(node, _join(path, field.name), "missing key")
         return kind(**{name: _read(value, hints[name], _join(path, name)) for name, (_, value) in entries.items()})
+    if get_origin(kind) is UnionType:
+        return _read(node, get_args(kind)[0], path)
     if get_origin(kind) is tuple:
         if not isinstance(node, yaml.SequenceNode):
             raise _wrong(node, path, f"expected a list, got {_kind(node)}")
@@ -206,6 +104,7 @@ def _cross_check(matrix: Matrix) -> None:
                 if homes != [row]:
                     where = f"targets.{name}.ranges[{index}].proven"
                     raise MatrixError(f"{where}: {version} must lie in this range and in no other")
+            _check_row(matrix, target, row, f"targets.{name}.ranges[{index}]")
         if not target.proven or list(target.proven) != sorted(target.proven):
             raise MatrixError(f"targets.{name}.ranges: expected proven versions from the oldest to the newest")
     for index, fault in enumerate(matrix.faults):
@@ -215,6 +114,25 @@ def _cross_check(matrix: Matrix) -> None:
         for attribute in fault.callables:
             if attribute not in named:
                 raise MatrixError(f"faults[{index}].callables: {attribute!r} is no callable of {fault.target}")
+
+
+def _check_row(matrix: Matrix, target: Target, row: VersionRange, path: str) -> None:
+    needed = list(row.needs)
+    for index, name in enumerate(row.needs):
+        if name not in matrix.targets:
+            raise MatrixError(f"{path}.needs[{index}]: {name!r} is no target")
+        needed += [more for other in matrix.targets[name].ranges for more in other.needs if more not in needed]
+    served = [point for name in needed for other in matrix.targets[name].ranges for point in other.callables]
+    known = {point.attribute for point in (*row.callables, *target.ranges[-1].callables, *served)}
+    for index, holder in enumerate(row.holders):
+        where = f"{path}.holders[{index}]"
+        if holder.form not in FORMS:
+            raise MatrixError(f"{where}.form: expected one of {', '.join(FORMS)}, got {holder.form!r}")
+        if holder.form in ("callable", "package") and len(holder.names) != 1:
+            raise MatrixError(f"{where}.of: expected one name for a {holder.form}, got {len(holder.names)}")
+        for name in holder.names if holder.form in ("callable", "tuple") else ():
+            if name not in known:
+                raise MatrixError(f"{where}: {name!r} is no callable of this target or of what it needs")
 
 
 def _join(path: str, name: str) -> str:

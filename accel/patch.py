@@ -31,8 +31,8 @@ class Place(NamedTuple):
         holder = self.holder()
         if _is_class(holder):
             return f"{holder.__module__}.{holder.__qualname__}.{self.name}"
-        namespace = _namespace(holder)
-        return f"{namespace.get('__name__', type(holder).__qualname__)}.{self.name}"
+        found = namespace(holder)
+        return f"{found.get('__name__', type(holder).__qualname__)}.{self.name}"
 
 
 class Swap:
@@ -112,24 +112,24 @@ def _walk(swaps: Sequence[Swap], direction: Callable[[Swap, Any], Any], instance
     watched = {id(held): swap for swap in swaps for held in (swap.original, swap.replacement)}
     for holder in _holders(instances):
         # a copy: another thread may import while this one walks
-        for name, found in _namespace(holder).copy().items():
+        for name, found in namespace(holder).copy().items():
             inner = found.__func__ if type(found) is staticmethod else found
             swap = watched.get(id(inner))
             if swap is None or (wanted := direction(swap, found)) is found:
                 continue
             if _write(holder, name, found, wanted) and direction is Swap.forward:
-                swap.places.append(Place(_weak(holder), name))
+                swap.places.append(Place(weak(holder), name))
 
 
 def _holders(instances: Iterable[Any]) -> Iterator[Any]:
     """Every module once, however many names it goes by, every class found in one, then the instances."""
     seen = set()
     for module in sys.modules.copy().values():
-        if id(module) in seen or not isinstance(_namespace(module), dict):
+        if id(module) in seen or not isinstance(namespace(module), dict):
             continue
         seen.add(id(module))
         yield module
-        for value in _namespace(module).copy().values():
+        for value in namespace(module).copy().values():
             if _is_class(value) and id(value) not in seen:
                 seen.add(id(value))
                 yield value
@@ -139,7 +139,7 @@ def _holders(instances: Iterable[Any]) -> Iterator[Any]:
             yield instance
 
 
-def _namespace(holder: Any) -> Any:
+def namespace(holder: Any) -> Any:
     """The holder's own attributes: a dict, the read-only view of a class, or {} where it has none."""
     try:
         return (type if _is_class(holder) else object).__getattribute__(holder, "__dict__")
@@ -148,13 +148,13 @@ def _namespace(holder: Any) -> Any:
 
 
 def _write(holder: Any, name: str, found: Any, wanted: Any) -> bool:
-    namespace = _namespace(holder)
-    if namespace.get(name) is not found:  # somebody changed it since it was read
+    space = namespace(holder)
+    if space.get(name) is not found:  # somebody changed it since it was read
         return False
     if _is_class(holder):
         type.__setattr__(holder, name, wanted)
     else:
-        namespace[name] = wanted
+        space[name] = wanted
     return True
 
 
@@ -163,16 +163,16 @@ def _note_late_instances(swaps: Sequence[Swap], model: Any) -> None:
     for swap in swaps:
         known = {(id(place.holder()), place.name) for place in swap.places}
         for instance in model.modules():
-            for name, found in _namespace(instance).copy().items():
+            for name, found in namespace(instance).copy().items():
                 if found is swap.replacement and (id(instance), name) not in known:
-                    swap.places.append(Place(_weak(instance), name))
+                    swap.places.append(Place(weak(instance), name))
 
 
 def _displaced(place: Place, swap: Swap) -> bool:
     holder = place.holder()
     if holder is None:
         return False
-    found = _namespace(holder).get(place.name, swap.original)
+    found = namespace(holder).get(place.name, swap.original)
     return swap.original is not (found.__func__ if type(found) is staticmethod else found)
 
 
@@ -180,7 +180,7 @@ def _is_class(value: Any) -> bool:
     return issubclass(type(value), type)  # isinstance would ask a proxy for its __class__
 
 
-def _weak(holder: Any) -> Callable[[], Any]:
+def weak(holder: Any) -> Callable[[], Any]:
     try:
         return weakref.ref(holder)
     except TypeError:
@@ -189,6 +189,6 @@ def _weak(holder: Any) -> Callable[[], Any]:
 
 def _paths(package: str) -> list[str]:
     """Where a package's files are: folders that end in a separator, or the file of a plain module."""
-    namespace = _namespace(sys.modules.get(package))
-    folders = [os.path.join(os.path.realpath(path), "") for path in namespace.get("__path__", ())]
-    return folders or [os.path.realpath(file) for file in [namespace.get("__file__")] if file]
+    found = namespace(sys.modules.get(package))
+    folders = [os.path.join(os.path.realpath(path), "") for path in found.get("__path__", ())]
+    return folders or [os.path.realpath(file) for file in [found.get("__file__")] if file]

@@ -1,32 +1,28 @@
-"""Switching targets on and off: what compat_matrix.yaml names, swapped by patch.py for what dispatch.wrap makes of it.
+"""Switching targets on and off: the plans of accel/plan.py carried out, and taken back.
 
-A target is planned completely (installed, version, import, signatures, nobody else's patch) before the first reference
-changes. The one surprise: a wrapper is made once per original and kept. A restore makes it dead, the next accelerate
-revives it, so that a reference which no walk can reach, in a closure or in somebody's wrapper, does the right thing.
+Identities are exchanged by patch.py, places that hold nothing filled by holders.py, modules imported later served by
+the hook of imports.py. The one surprise: targets share swaps, stand-ins and fills through what they need; each goes
+when the last target that claims it goes.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
-from packaging.version import Version
-
-from accel import dispatch, environment, matrix, patch
-from accel.adapters import ADAPTERS
-from accel.matrix import MatrixError, Parameters, PatchPoint
+from accel import holders, matrix, patch, plan
+from accel.imports import Hook
+from accel.plan import Plan, Refused
+from accel.tables import one_of
 
 log = logging.getLogger("accel")
 
-_active: dict[str, list[patch.Swap]] = {}
-_made: list[patch.Swap] = []  # every swap so far, also the restored ones
-
-
-class _Refused(Exception):
-    """Why a target cannot be switched on."""
+_active: dict[str, Plan] = {}
+_filled: list[holders.Filled] = []
 
 
 def accelerate(
@@ -35,34 +31,46 @@ def accelerate(
     """Swap the callables of the targets for native ones; returns the names of the targets that are on.
 
     Targets given by name are a contract: all of them, or ImportError with each one's reason and nothing changed. "all"
-    switches on what is installed and logs why the rest is not. `model` is an nn.Module whose instances captured a
-    callable when they were built; giving it again later adds to what is on. `strict=False` also swaps a callable that
-    somebody else had replaced before: a fallback then calls that replacement. `verbose` logs a line for each target
-    (logger `accel`, INFO).
+    switches on what is installed and logs why the rest is not. A target brings the callables of those that it needs:
+    `mamba` and `transformers` those of `causal_conv1d`, whose package accel stands in for where it cannot be imported;
+    their calls carry their own target's name in routes. `model` is an nn.Module whose instances captured a callable
+    when they were built; giving it again later adds to what is on. `strict=False` also swaps a callable that somebody
+    else had replaced before: a fallback then calls that replacement. `verbose` logs a line for each target (logger
+    `accel`, INFO).
     """
     if model is not None and not callable(getattr(model, "modules", None)):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     names = _names(targets)
+    loaded = plan.preload(names)
     with patch.LOCK:
         plans, refused = {}, {}
         for name in names:
             if name not in _active:
                 try:
-                    plans[name] = _plan(name, strict)
-                except _Refused as reason:
+                    plans[name] = plan.make(name, strict, loaded, stand_in=targets != "all")
+                except Refused as reason:
                     refused[name] = reason
+        if targets == "all":
+            # what another target stands in for already is no wish of its own any more
+            needed = {name for made in (*plans.values(), *_active.values()) for name in made.rows}
+            for name in needed & refused.keys():
+                plans[name] = plan.make(name, strict, loaded)
+                del refused[name]
         if refused and targets != "all":
             reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
             cause = next(iter(refused.values())).__cause__
             raise ImportError(f"accel changed nothing, because it cannot serve {reasons}") from cause
         on = {name: plans.get(name) or _active[name] for name in names if name not in refused}
-        _switch([swap for swaps in on.values() for swap in swaps], model)
-        _active.update(on)
+        _switch(on, model)
     for name, reason in refused.items():
         log.warning("%s is not accelerated: %s", name, reason)
-    if verbose:
-        for name, swaps in plans.items():
-            log.info("%s is accelerated: %s", name, ", ".join(swap.replacement.__name__ for swap in swaps))
+    for name, made in plans.items():
+        for note in made.notes:
+            log.warning("%s: %s", name, note)
+        if verbose:
+            swapped = dict.fromkeys(swap.replacement.__name__ for swap in (*made.swaps, *made.vacant))
+            stands_in = "".join(f" (accel stands in for {standin.name})" for standin in made.standins)
+            log.info("%s is accelerated: %s%s", name, ", ".join(swapped), stands_in)
     return tuple(on)
 
 
@@ -77,18 +85,37 @@ def accelerate_fla(
     return accelerate(targets, model=model, strict=strict, verbose=verbose)
 
 
+def accelerate_mamba(
+    targets: str | Iterable[str] = "mamba",
+    *,
+    model: Any = None,
+    strict: bool | None = None,
+    verbose: bool = True,
+) -> tuple[str, ...]:
+    """`accelerate` for mamba_ssm."""
+    return accelerate(targets, model=model, strict=strict, verbose=verbose)
+
+
+def accelerate_transformers(
+    targets: str | Iterable[str] = "transformers",
+    *,
+    model: Any = None,
+    strict: bool | None = None,
+    verbose: bool = True,
+) -> tuple[str, ...]:
+    """`accelerate` for Transformers."""
+    return accelerate(targets, model=model, strict=strict, verbose=verbose)
+
+
 def restore(targets: str | Iterable[str] | None = None) -> None:
     """Put the originals back, everywhere; None means every target. A target that is not on is no error.
 
     What somebody else has replaced since stays, and is logged as a warning.
     """
     with patch.LOCK:
-        for name in _names("all" if targets is None else targets):
-            swaps = _active.pop(name, [])
-            for swap in swaps:
-                swap.replacement.__accel__.live = False
-            for place in patch.release(swaps):
-                log.warning("%s was replaced after accel swapped it, and is left as it is", place)
+        gone = [_active.pop(name) for name in _names("all" if targets is None else targets) if name in _active]
+        for place in _let_go(gone):
+            log.warning("%s was replaced after accel swapped it, and is left as it is", place)
 
 
 def is_accelerated(target: str | None = None) -> bool:
@@ -119,73 +146,116 @@ def _names(targets: str | Iterable[str]) -> list[str]:
     return list(dict.fromkeys(table.canonical(name) for name in given))
 
 
-def _switch(swaps: list[patch.Swap], model: Any) -> None:
-    was_live = [swap.replacement.__accel__.live for swap in swaps]
-    for swap in swaps:
-        swap.replacement.__accel__.live = True
+def _switch(on: dict[str, Plan], model: Any) -> None:
+    """Carry out plans, all or none."""
+    swaps = [swap for made in on.values() for swap in made.swaps]
+    bindings = [swap.replacement.__accel__ for made in on.values() for swap in (*made.swaps, *made.vacant)]
+    was_live = [binding.live for binding in bindings]
+    new = [name for name in on if name not in _active]
+    for binding in bindings:
+        binding.live = True
     try:
+        for made in on.values():
+            for name, module in holders.loaded(made.concerns):
+                _forget(made, name, module)
         patch.engage(swaps, model)
+        _active.update(on)
+        for made in on.values():
+            for standin in made.standins:
+                standin.install()
+            _fill(made, model)
+            _clear_caches([made])
+        if any(made.has_places for made in _active.values()):
+            _hook.install()
     except BaseException:
-        for swap, live in zip(swaps, was_live, strict=True):
-            swap.replacement.__accel__.live = live
+        for binding, live in zip(bindings, was_live, strict=True):
+            binding.live = live
+        _let_go([_active.pop(name) for name in new if name in _active])
         raise
 
 
-def _plan(name: str, strict: bool | None) -> list[patch.Swap]:
-    """The swaps of a target, nothing changed yet; _Refused says why there are none."""
-    table = matrix.load()
-    if name in table.planned:
-        raise _Refused("not available in this version of accel")
-    target = table.targets[name]
-    version = environment.distribution_version(target.distribution)
-    if version is None:
-        raise _Refused(f"{target.distribution} is not installed")
-    row = target.range_of(Version(version))
-    installed = f"{target.distribution} {version}"
-    if row is None:
-        installed += f", outside the proven versions {target.proven[0]} to {target.proven[-1]},"
-    points = (row or target.ranges[-1]).callables
-    found = [_find(point, installed) for point in points]
-    different = [text for point, function in zip(points, found, strict=True) if (text := _difference(point, function))]
-    if different:
-        raise _Refused(f"{installed} has other signatures: {'; '.join(different)}")
-    swaps = [_swap(name, point, function, strict) for point, function in zip(points, found, strict=True)]
-    if row is None:
-        log.warning("%s has the signatures of the newest proven version, and is served like it", installed)
-    return swaps
+def _let_go(gone: Sequence[Plan]) -> list[str]:
+    """Take back what these plans did and no active one claims; returns the places that somebody else has changed."""
+    kept = list(_active.values())
+    swaps, empty = _unclaimed("swaps", gone, kept), _unclaimed("vacant", gone, kept)
+    for swap in (*swaps, *empty):
+        swap.replacement.__accel__.live = False
+    rules = {rule for made in kept for rule in made.holders}
+    emptied = [place for place in _filled if place.rule not in rules]
+    _filled[:] = [place for place in _filled if place.rule in rules]
+    displaced = holders.empty(emptied)
+    # what was emptied is no foreign patch, though it does not hold the original
+    displaced += [place for place in patch.release(swaps) if place not in set(map(str, emptied))]
+    standins = _unclaimed("standins", gone, kept)
+    _forget_everywhere(plan.what_is_ours(swaps, empty, standins))
+    for standin in standins:
+        standin.remove()
+    _clear_caches(gone)
+    if not any(made.has_places for made in kept):
+        _hook.remove()
+    return displaced
 
 
-def _find(point: PatchPoint, installed: str) -> Any:
-    try:
-        module = importlib.import_module(point.module)
-    except Exception as error:  # an upstream may fail in any way while it is imported
-        reason = f"{installed}: importing {point.module} fails with {type(error).__name__}: {error}"
-        raise _Refused(reason) from error
-    if point.attribute not in vars(module):
-        raise _Refused(f"{installed}: {point.module} has no {point.attribute}")
-    return vars(module)[point.attribute]
+def _unclaimed(kind: str, gone: Sequence[Plan], kept: Sequence[Plan]) -> list[Any]:
+    """What of this kind the first plans have and the others have not, each once."""
+    claimed = {id(item) for made in kept for item in getattr(made, kind)}
+    return list({id(item): item for made in gone for item in getattr(made, kind) if id(item) not in claimed}.values())
 
 
-def _difference(point: PatchPoint, function: Any) -> str | None:
-    try:
-        parameters = Parameters.of(function)
-    except (TypeError, ValueError):
-        return f"{point.attribute} has none that can be read"
-    if parameters == point.parameters:
-        return None
-    return f"{point.attribute} expected ({point.parameters}), found ({parameters})"
+def _forget_everywhere(ours: Mapping[int, Callable | None]) -> None:
+    """Undo what modules captured, also those of targets that are off: they may have been imported meanwhile."""
+    rows = [row for target in matrix.load().targets.values() for row in target.ranges]
+    rules = list(dict.fromkeys(rule for row in rows for rule in row.holders))
+    closures = list(dict.fromkeys(closure for row in rows for closure in row.closures))
+    for name, module in holders.loaded(one_of(place.module for place in (*rules, *closures))):
+        own = [closure for closure in closures if closure.owns(name)]
+        holders.forget([rule for rule in rules if rule.owns(name)], own, module, ours)
 
 
-def _swap(target: str, point: PatchPoint, function: Any, strict: bool | None) -> patch.Swap:
-    swap = next((made for made in _made if function is made.original or function is made.replacement), None)
-    original = function if swap is None else swap.original
-    if strict is not False:
-        link = patch.foreign_link(original, (point.module.partition(".")[0], "torch", "triton"))
-        if link is not None:
-            raise _Refused(f"{point.attribute} was replaced by {link} before accel came; strict=False swaps it anyway")
-    if swap is None:
-        if point.adapter not in ADAPTERS:
-            raise MatrixError(f"targets.{target}: adapter {point.adapter!r} is none of {', '.join(ADAPTERS)}")
-        swap = patch.Swap(original, dispatch.wrap(ADAPTERS[point.adapter], target, point.attribute, original))
-        _made.append(swap)
-    return swap
+def _forget(made: Plan, name: str, module: ModuleType) -> None:
+    """What a module captured from a stand-in, at its import, is not what it would hold without one."""
+    filled = {place.key for place in _filled}
+    rules = [rule for rule in made.holders_in(name) if (id(module), rule) not in filled]
+    holders.forget(rules, [closure for closure in made.closures if closure.owns(name)], module, made.ours)
+
+
+def _fill(made: Plan, model: Any) -> None:
+    for name, module in holders.loaded(made.concerns):
+        _fill_module(made, name, module)
+    vacant = [swap.replacement for swap in made.vacant]
+    for instance in () if model is None else model.modules():
+        name = type(instance).__module__
+        rules = [rule for rule in made.holders_in(name) if rule.form == "callable"]
+        known = {place.key for place in _filled}
+        put = [place.put for place in _filled if place.holder() is sys.modules.get(name)]
+        # what wraps a function of the module's own goes back to that one, by identity
+        foreign = [function for function in put if getattr(function, "__module__", None) != name]
+        filled = holders.fill(rules, instance, made.callables_in(name))
+        filled += holders.adopt(rules, instance, [*vacant, *foreign])
+        _filled.extend(place for place in filled if place.key not in known)
+
+
+def _fill_module(made: Plan, name: str, module: ModuleType) -> None:
+    _filled.extend(holders.fill(made.holders_in(name), module, made.callables_in(name)))
+
+
+def _serve_import(name: str, module: ModuleType) -> None:
+    """What the hook calls after a module that some target concerns was imported."""
+    with patch.LOCK:
+        for made in _active.values():
+            if made.concerns(name):
+                _forget(made, name, module)
+                if found := made.find_in(name, module):
+                    patch.engage(found)
+                _fill_module(made, name, module)
+
+
+def _clear_caches(plans: Sequence[Plan]) -> None:
+    for cache in dict.fromkeys(cache for made in plans for row in made.rows.values() for cache in row.caches):
+        module, _, name = cache.rpartition(".")
+        function = patch.namespace(sys.modules.get(module)).get(name)
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
+
+
+_hook = Hook(lambda name: any(made.concerns(name) for made in list(_active.values())), _serve_import)

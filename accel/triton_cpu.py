@@ -15,7 +15,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
-from triton.runtime import driver
+from triton.runtime import driver, interpreter
 
 
 class HostDriver(DriverBase):
@@ -80,6 +80,18 @@ def install() -> bool:
             f"(found {os.environ.get('TRITON_INTERPRET')!r})"
         )
     driver.set_active(HostDriver())
+    _index_by_item()
     if not hasattr(torch.cpu, "device"):  # FLA before 0.4.2 enters this context, as it does torch.cuda.device
         torch.cpu.device = nullcontext
     return True
+
+
+def _index_by_item() -> None:
+    """Let a loop's bound be a computed scalar: NumPy 2.4 makes no int of the interpreter's one-element array."""
+    patch = interpreter._patch_lang_tensor
+
+    def with_index(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = with_index

@@ -44,7 +44,8 @@ def test_doctor():
     assert done.returncode == 0, done.stderr
     for word in (*cli.DISTRIBUTIONS, "torch on the CPU", *matrix.load().targets, *matrix.load().planned):
         assert word in done.stdout, f"{word} is missing in\n{done.stdout}"
-    assert re.search(r"mamba\b.*not available in this version", done.stdout)
+    for name in matrix.load().planned:
+        assert re.search(rf"(?m)^\W*{name}\b.*not available in this version", done.stdout)
 
 
 def test_doctor_says_that_accel_is_disabled():

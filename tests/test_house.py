@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 # Ground first. A module imports from its own floor and from those below.
 FLOORS = (
-    ("call", "errors", "memory", "reasons", "environment", "triton_cpu"),
+    ("call", "errors", "memory", "reasons", "environment", "tables", "imports", "triton_cpu"),
     (
         "kernels",
         "kernels.contract",
@@ -36,7 +36,7 @@ FLOORS = (
     ("kernels.conv_bwd",),
     ("admission", "routes", "cpu", "ops", "ops.*"),
     ("dispatch", "nn"),
-    ("adapters", "adapters.*", "patch", "matrix", "switch"),
+    ("adapters", "adapters.*", "patch", "holders", "matrix", "standin", "plan", "switch"),
     ("",),
     ("cli", "demo", "__main__"),
 )

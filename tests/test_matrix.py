@@ -5,11 +5,12 @@ import json
 
 import pytest
 from packaging.version import Version
-from upstreams import causal_conv1d, fla, run_python
+from upstreams import causal_conv1d, fla, mamba_ssm, run_python, transformers
 
 from accel import matrix
 from accel.adapters import ADAPTERS
-from accel.matrix import MatrixError, Parameters
+from accel.matrix import MatrixError
+from accel.tables import Parameters
 
 TEXT = matrix.PATH.read_text(encoding="utf-8")
 TARGETS = matrix.load().targets
@@ -22,34 +23,49 @@ ROWS = [
 ]
 POINTS = [point for target in TARGETS.values() for row in target.ranges for point in row.callables]
 ADAPTERS_NAMED = {point.adapter: point for point in POINTS}
-INSTALLED = {"fla-core": fla, "causal-conv1d": causal_conv1d}
+FOLDERS = {
+    "fla-core": lambda version: [fla(version)],
+    "causal-conv1d": lambda version: [causal_conv1d(version)],
+    "mamba-ssm": lambda version: [mamba_ssm(version), transformers("4.57.6")],
+    "transformers": lambda version: [transformers(version)],
+}
 
-# What a release really has: for each callable its type, its parameters, and who its own module says it is.
+# What a release really has: for each callable its type, its parameters, and who its own module says it is; for each
+# holder what it holds without the package.
 PROBE = """
-import importlib, inspect, json, sys, types, warnings
+import importlib, importlib.metadata, inspect, json, sys, types, warnings
 warnings.simplefilter("ignore")
-sys.modules["causal_conv1d_cuda"] = types.ModuleType("causal_conv1d_cuda")  # the extension that is not built
-from accel.matrix import Parameters
+for name in ("causal_conv1d_cuda", "selective_scan_cuda"):  # the extensions that are not built
+    sys.modules[name] = types.ModuleType(name)
+from accel import triton_cpu
+from accel.tables import Parameters
+triton_cpu.install()
+points, holders, distribution = json.loads(ARGUMENTS)
 found = []
-points = json.loads(sys.argv[1])
 for module, attribute in points:
     function = vars(importlib.import_module(module))[attribute]
     found.append([type(function).__name__, Parameters.of(function), function.__module__, function.__qualname__])
-package = importlib.import_module(points[0][0].partition(".")[0])
-print(json.dumps([package.__version__, found]))
+held = [vars(importlib.import_module(module))[attribute] for module, attribute in holders]
+print(json.dumps([importlib.metadata.version(distribution), found, held]))
 """
 
 
 @pytest.mark.parametrize("target, version, row", ROWS)
 def test_a_row_is_what_the_release_has(target, version, row, tmp_path):
+    points = [point for point in row.callables if not point.is_pattern]
+    package = target.distribution.replace("-", "_")  # FLA's names are test_fla_layers.py's part
+    holders = [place for place in row.holders if place.form == "callable" and place.module.startswith(f"{package}.")]
+    holders = [place for place in holders if "*" not in place.module]
+    places = [[(place.module, place.attribute) for place in kind] for kind in (points, holders)]
     script = tmp_path / "probe.py"
-    script.write_text(PROBE.replace("sys.argv[1]", repr(json.dumps([[p.module, p.attribute] for p in row.callables]))))
-    answer = run_python(script, [INSTALLED[target.distribution](str(version))])
+    script.write_text(PROBE.replace("ARGUMENTS", repr(json.dumps([*places, target.distribution]))))
+    env = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    answer = run_python(script, FOLDERS[target.distribution](str(version)), env)
     assert answer.returncode == 0, answer.stderr
-    reported, found = json.loads(answer.stdout.splitlines()[-1])
+    reported, found, held = json.loads(answer.stdout.splitlines()[-1])
     assert reported == str(version)
-    expected = [["function", point.parameters, point.module, point.attribute] for point in row.callables]
-    assert found == expected
+    assert found == [["function", point.parameters, point.module, point.attribute] for point in points]
+    assert held == [None] * len(holders)
 
 
 @pytest.mark.parametrize("name", ADAPTERS_NAMED)
@@ -140,6 +156,23 @@ def test_parameters_are_compared_without_annotations_and_spelling():
             "widths: [two,",
             r"^operations\.causal_conv1d_update\.cute\.widths\[0\].*: expected int, got str",
         ),
+        ("needs: [causal_conv1d]", "needs: [conv]", r"^targets\.mamba\.ranges\[0\]\.needs\[0\]: 'conv' is no target"),
+        (
+            "mamba_simple, attribute: causal_conv1d_fn}",
+            "mamba_simple, attribute: conv_fn}",
+            r"^targets\.mamba\.ranges\[0\]\.holders\[0\]: 'conv_fn' is no callable of this target or of what it needs",
+        ),
+        (
+            "mamba_simple, attribute: causal_conv1d_fn}",
+            "mamba_simple, attribute: causal_conv1d_fn, form: list}",
+            r"holders\[0\]\.form: expected one of callable, tuple, package, all, got 'list'",
+        ),
+        (
+            "mamba_simple, attribute: causal_conv1d_fn}",
+            "mamba_simple, attribute: causal_conv1d_fn, of: [causal_conv1d_fn, causal_conv1d_update]}",
+            r"holders\[0\]\.of: expected one name for a callable, got 2",
+        ),
+        ("version: 1.7.0+accel", "version: ours", r"standin\.version \(line \d+\): not a valid Version: 'ours'"),
         ("- target: short_conv", "- target: shortconv", r"^faults\[0\]\.target: 'shortconv' is no target"),
         (
             "callables: [causal_conv1d_update]",

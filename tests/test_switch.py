@@ -14,10 +14,11 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from upstreams import fla, run_python
 
-from accel import environment, matrix, switch
+from accel import environment, matrix, plan, switch
 from accel.dispatch import Binding
-from accel.matrix import MatrixError, Parameters, PatchPoint, Target, VersionRange
+from accel.matrix import MatrixError
 from accel.switch import accelerate, accelerate_fla, accelerated, is_accelerated, restore
+from accel.tables import Parameters, PatchPoint, Target, VersionRange
 
 UPDATE = Parameters("x, cache, residual=None, weight=None, bias=None, activation=None")
 SOURCE = f"def causal_conv1d_update({UPDATE}):\n    return x, cache\n"
@@ -43,7 +44,7 @@ def upstream(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(matrix, "load", lambda: table)
     monkeypatch.setattr(environment, "distribution_version", versions.get)
-    monkeypatch.setattr(switch, "_made", [])
+    monkeypatch.setattr(plan, "_made", [])
     monkeypatch.setattr(switch, "_active", {})
     yield types.SimpleNamespace(table=table, versions=versions, folder=tmp_path)
     restore()
@@ -245,7 +246,7 @@ def test_an_upstream_that_cannot_serve_is_a_reason(upstream, source, message):
 
 
 def test_an_adapter_that_does_not_exist_is_an_error(upstream, monkeypatch):
-    monkeypatch.setattr(switch, "ADAPTERS", {})
+    monkeypatch.setattr(plan, "ADAPTERS", {})
     with pytest.raises(MatrixError, match=r"targets\.first: adapter 'fla\.causal_conv1d_update' is none of"):
         accelerate()
     assert not is_accelerated()

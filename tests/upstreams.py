@@ -22,12 +22,47 @@ def fla(version: str) -> Path:
     return install([f"fla-core=={version}"], f"fla-core-{version}")
 
 
+def flash_linear_attention(version: str) -> Path:
+    """A folder with fla-core and the layers and models above it, which import transformers."""
+    wanted = [f"fla-core=={version}", f"flash-linear-attention=={version}"]
+    return install(wanted, f"flash-linear-attention-{version}")
+
+
 def causal_conv1d(version: str) -> Path:
     """A folder with causal-conv1d built from source without its extension: `causal_conv1d_cuda` has to be stubbed."""
-    # setup.py asks for the torch that is here (no isolation), and FORCE_BUILD keeps it from looking for a wheel
-    options = ["--no-build-isolation", "--no-binary", "causal-conv1d"]
-    env = {"CAUSAL_CONV1D_SKIP_CUDA_BUILD": "TRUE", "CAUSAL_CONV1D_FORCE_BUILD": "TRUE"}
-    return install(f"causal-conv1d=={version}", f"causal-conv1d-{version}", options, env)
+    return build("causal-conv1d", version)
+
+
+def mamba_ssm(version: str) -> Path:
+    """A folder with mamba_ssm built from source without its extension: `selective_scan_cuda` has to be stubbed.
+
+    It imports transformers: a folder of that has to be on the path too.
+    """
+    return build("mamba-ssm", version)
+
+
+def build(name: str, version: str) -> Path:
+    """A folder with a package whose setup.py asks for torch, built from source without CUDA."""
+    # with the torch that is here: no isolation; FORCE_BUILD keeps setup.py from looking for a wheel
+    prefix = name.partition("-ssm")[0].upper().replace("-", "_")
+    tools = install(["setuptools", "wheel"], "build-tools")
+    env = {f"{prefix}_SKIP_CUDA_BUILD": "TRUE", f"{prefix}_FORCE_BUILD": "TRUE", "PYTHONPATH": str(tools)}
+    return install(f"{name}=={version}", f"{name}-{version}", ["--no-build-isolation", "--no-binary", name], env)
+
+
+# what each release needs and this environment does not have; `install` takes no dependencies
+TRANSFORMERS = {
+    "4.57.6": ["huggingface_hub<1", "tokenizers<=0.23.0", "requests", "urllib3", "charset_normalizer"],
+    "5.6.2": ["huggingface_hub<2", "tokenizers<=0.23.0", "httpx", "httpcore", "anyio", "h11", "click"],
+    "5.24.0": ["huggingface_hub<3", "tokenizers<0.24", "httpx2", "httpcore2", "anyio", "h11", "click", "truststore"],
+}
+
+
+def transformers(version: str) -> Path:
+    """A folder with transformers and what it imports: no model, nothing that reaches the network."""
+    everywhere = ["safetensors", "regex", "tqdm", "idna", "certifi"]
+    wanted = [f"transformers=={version}", *TRANSFORMERS[version], *everywhere]
+    return install(wanted, f"transformers-{version}")
 
 
 def install(
