@@ -10,11 +10,12 @@ from torch.library import opcheck
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
-from upstreams import ROOT, causal_conv1d, fla, run_parity
+from upstreams import ROOT, causal_conv1d, fla, mamba_ssm, run_parity, transformers
 
 from accel import admission, environment, ops
 
 PARITY = ROOT / "tests" / "compile_parity.py"
+MODELS = ROOT / "tests" / "compile_models_parity.py"
 N, B, D, T, W = 3, 2, 8, 5, 4
 
 
@@ -270,3 +271,13 @@ def test_on_the_cpu():
 @pytest.mark.gpu
 def test_on_the_gpu():
     print(run_parity(PARITY, "gpu", [fla("0.6.0"), causal_conv1d("1.7.0")]))
+
+
+def test_models_on_the_cpu():
+    folders = [mamba_ssm("2.3.2.post1"), transformers("5.24.0")]
+    print(run_parity(MODELS, "", folders, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1"))
+
+
+@pytest.mark.gpu
+def test_models_on_the_gpu():
+    print(run_parity(MODELS, "", [mamba_ssm("2.3.2.post1"), transformers("5.24.0")]))
