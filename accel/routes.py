@@ -44,6 +44,7 @@ class _Thread(threading.local):
         self.last: dict[str | None, Route] = {}
         self.recordings: list[list[Route]] = []
         self.counts: defaultdict[Route, int] = defaultdict(int)
+        self.notes = self.last, self.recordings, self.counts
         with _lock:
             for thread, counts in list(_counts.items()):
                 if not thread.is_alive():
@@ -60,14 +61,13 @@ _thread = _Thread()
 
 def record(route: Route) -> None:
     """Note the route of the call that this thread is about to make."""
-    target, _, path, _, _, detail = route
-    thread = _thread
-    last = thread.last
-    last[None] = last[target] = route
-    thread.counts[route._replace(detail="") if detail else route] += 1
-    for recording in thread.recordings:
-        recording.append(route)
-    if path != "native":
+    last, recordings, counts = _thread.notes  # one read: a thread-local costs more than what follows
+    last[None] = last[route[0]] = route
+    counts[route._replace(detail="") if route[5] else route] += 1
+    if recordings:
+        for recording in recordings:
+            recording.append(route)
+    if route[2] != "native":
         _log_once(route)
 
 

@@ -34,7 +34,11 @@ def find(plans: dict, kind: Hashable, tensors: tuple[Tensor, ...]) -> Any:
     for guards, plan in known:
         try:
             if guards.check(*tensors):
-                return plan if _aligned(tensors) else None
+                bits = 0
+                for tensor in tensors:
+                    bits |= tensor.data_ptr()
+                # as they were when it was kept: the widest accesses are allowed
+                return None if bits & 15 else plan
         except TypeError:  # not a tensor: admission says which
             return None
     return None
@@ -42,7 +46,7 @@ def find(plans: dict, kind: Hashable, tensors: tuple[Tensor, ...]) -> Any:
 
 def keep(plans: dict, kind: Hashable, tensors: tuple[Tensor, ...], plan: Any) -> None:
     """Keep the plan of an admitted call for the next one of the same kind and metadata."""
-    if TensorGuards is None or not _aligned(tensors):
+    if TensorGuards is None or any(tensor.data_ptr() & 15 for tensor in tensors):
         return
     guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
     # the newest first, and only so many: a server with more shapes than that asks admission now and then
@@ -52,11 +56,3 @@ def keep(plans: dict, kind: Hashable, tensors: tuple[Tensor, ...], plan: Any) ->
 def bare(function: Any) -> Any:
     """A compiled function without what its first call needs (kernels.capture), which is made right after this."""
     return getattr(function, "function", function)
-
-
-def _aligned(tensors: tuple[Tensor, ...]) -> bool:
-    """Whether the widest accesses are allowed, as they were when a plan was kept."""
-    bits = 0
-    for tensor in tensors:
-        bits |= tensor.data_ptr()
-    return not bits & 15
