@@ -104,7 +104,7 @@ def main(
     out: Annotated[Path, typer.Option(help="the JSON file")] = Path("benchmarks/results/e2e_train.json"),
     layers: int = 6,
     tokens: int = 4096,
-    rounds: int = 6,
+    rounds: int = 12,
     stub: Annotated[bool, typer.Option(help="also with the convolution returning its input")] = True,
     conv_only: Annotated[bool, typer.Option(help="the layers' convolutions alone")] = False,
     cache_in: Annotated[Path | None, typer.Option(help="unpack a Triton cache from here first")] = None,
@@ -140,27 +140,34 @@ def main(
     if stub and not conv_only:
         variants["stub"] = stubbed_training
     spent: dict[str, list[tuple[float, int]]] = {name: [] for name in variants}
+    busy: dict[str, float] = {}
     for name in variants:  # not timed: each variant's own first step
         with variants[name]():
             timed(step, device)
+            busy[name] = harness.busy_ms(step) if device.type == "cuda" else 0.0
     for turn in harness.alternate([Entry(name, []) for name in variants], 1 if dry_run else rounds):
         with variants[turn.name]():
-            spent[turn.name].append(timed(step, device))
+            timed(step, device)  # switching leaves the host's caches cold
+            steps = [timed(step, device) for _ in range(1 if dry_run else 3)]
+            spent[turn.name].append((statistics.median(s for s, _ in steps), max(peak for _, peak in steps)))
     what = "conv part of a training step" if conv_only else "training step"
-    base = statistics.median(seconds for seconds, _ in spent["FLA"])
     for name, samples in spent.items():
         seconds, peak = statistics.median(s for s, _ in samples), max(p for _, p in samples)
+        # neighbours in time are compared: a shared machine's speed drifts more than the variants differ
+        over = statistics.median(theirs / ours for (theirs, _), (ours, _) in zip(spent["FLA"], samples, strict=True))
         row = {"op": what, "case": f"{layers} layers, T={tokens}", "provider": name, "gate": "ok"}
         row |= {
             "step_ms": seconds * 1e3,
+            "device_busy_ms": busy[name],
             "tokens_per_s": tokens / seconds,
             "peak_bytes": peak,
-            "over_fla": base / seconds,
+            "over_fla": over,
+            "all_ms": [s * 1e3 for s, _ in samples],
         }
         rows.append(row | ({"native_calls": checked[0]} if name == "accel" else {}))
         print(
-            f"  {name:<6} {seconds * 1e3:9.3f} ms, {tokens / seconds:10.1f} tokens/s, {base / seconds:.3f} x FLA, "
-            f"peak {peak / 2**30:.3f} GiB"
+            f"  {name:<6} {seconds * 1e3:9.3f} ms, {busy[name]:.3f} of them busy, {tokens / seconds:10.1f} tokens/s, "
+            f"{over:.3f} x FLA pair by pair, peak {peak / 2**30:.3f} GiB"
         )
     if not alive:
         rows.append({"op": what, "case": f"{layers} layers, T={tokens}", "provider": "accel", "gate": entry.note})

@@ -191,16 +191,29 @@ def event_times(entries: Sequence[Entry], flush_l2: Callable[[], None], samples:
         entry.times["by_events"] = 1.0
 
 
+def busy_ms(step: Callable[[], None]) -> float:
+    """Milliseconds in which the device worked for one step."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    spans = [(start, end) for start, end, _ in device_work(profiler.profiler.kineto_results.events())]
+    return union_ns(spans) / 1e6
+
+
+def device_work(traced: Iterable[Any]) -> list[tuple[int, int, str]]:
+    """(start, end, name) in ns of everything the device ran, in order."""
+    found = []
+    for event in traced:
+        if event.device_type() == torch.profiler.DeviceType.CUDA and kind_of(event) in DEVICE_WORK:
+            start = event.start_ns()
+            found.append((start, start + event.duration_ns(), event.name()))
+    return sorted(found)
+
+
 def kernel_groups(traced: Iterable[Any]) -> list[list[tuple[int, int]]]:
     """(start, end) in ns of everything the device ran between one flush and the next."""
-    events = []
-    for event in traced:
-        if event.device_type() != torch.profiler.DeviceType.CUDA or kind_of(event) not in DEVICE_WORK:
-            continue
-        start = event.start_ns()
-        events.append((start, start + event.duration_ns(), event.name()))
     groups: list[list[tuple[int, int]]] = []
-    for start, end, name in sorted(events):
+    for start, end, name in device_work(traced):
         if "bench_flush_kernel" in name:
             groups.append([])
         elif groups:
