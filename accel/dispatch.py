@@ -1,7 +1,8 @@
 """The only place that chooses: read the call, admit it, record the route, run the operation or the original.
 
 A decline hands the original the very arguments that came, before anything was touched. A failure after admission is
-raised, never turned into a fallback.
+raised, never turned into a fallback. A call that the upstream takes apart is handed on without a route: the parts come
+back here and have theirs.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 from torch.compiler import is_compiling
 
 from accel import admission, environment
-from accel.call import BackwardCall, ConvCall, StatesCall, UpdateCall
+from accel.call import BackwardCall, ConvCall, InnerCall, StatesCall, UpdateCall
 from accel.ops import conv, states, update
 from accel.reasons import Decline, Reason
 from accel.routes import Route, amend, note, profiler_range, profiling, record
@@ -40,7 +41,7 @@ OPERATIONS: dict[type, Operation] = {
 class Adapter(NamedTuple):
     """One upstream callable: `read` has its signature and gives a call, or a Decline where our words do not reach.
 
-    `give` turns (result, call) into what the upstream returns.
+    Or an InnerCall, which the upstream will come back with. `give` turns (result, call) into what the upstream returns.
     """
 
     call: type
@@ -88,6 +89,8 @@ def run(binding: Binding, args: tuple, kwargs: dict) -> Any:
         call = _unreadable(error)
     if isinstance(call, Decline):
         return _fall_back(binding, call, args, kwargs)
+    if isinstance(call, InnerCall):
+        return binding.original(*args, **kwargs)
     facts = environment.facts(call.x.device)
     operation = binding.operation
     tracing = is_compiling()
@@ -138,7 +141,8 @@ class Explanation(NamedTuple):
 def explain(function: Callable, *args: Any, **kwargs: Any) -> Explanation:
     """What a swapped callable would do with these arguments, without running it.
 
-    Raises ValueError where `function` is not one that accel has swapped.
+    Of a call that the upstream takes apart, that is the route of the convolution inside. Raises ValueError where
+    `function` is not one that accel has swapped.
     """
     binding = getattr(function, "__accel__", None)
     if not isinstance(binding, Binding):
@@ -147,6 +151,7 @@ def explain(function: Callable, *args: Any, **kwargs: Any) -> Explanation:
         call = binding.adapter.read(*args, **kwargs)
     except Exception as error:
         call = _unreadable(error)
+    name, call = call if isinstance(call, InnerCall) else (binding.callable, call)
     if isinstance(call, Decline):
         failed = (call,)
     else:
@@ -154,7 +159,5 @@ def explain(function: Callable, *args: Any, **kwargs: Any) -> Explanation:
         failed = tuple(admission.CHECKS[type(call)](call, facts))
     if failed:
         first = failed[0]
-        return Explanation(
-            Route(binding.target, binding.callable, "fallback", None, first.reason.value, str(first)), failed
-        )
-    return Explanation(binding.native[facts.backend], ())
+        return Explanation(Route(binding.target, name, "fallback", None, first.reason.value, str(first)), failed)
+    return Explanation(binding.native[facts.backend]._replace(callable=name), ())
