@@ -6,6 +6,7 @@ every collective are FLA's; what is asked here is that the convolution of each r
 
 import functools
 import os
+import pkgutil
 
 import pytest
 import reference
@@ -21,6 +22,8 @@ from accel.routes import fold
 if os.environ.get("TRITON_INTERPRET") == "1":
     triton_cpu.install()
 else:
+    # spawned ranks do not come by upstreams.py, which sees to it that no part of another FLA is found
+    pkgutil.extend_path = lambda path, name: path
     driver.active.get_benchmarker = lambda: triton_cpu.first_wins
 
 import fla
@@ -94,7 +97,7 @@ def device_of_rank():
     return torch.device("cuda", dist.get_rank()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
-def shard(name, layout, dtype=torch.float32, split=False):
+def shard(name, layout, dtype=torch.float32, mixed=False):
     """One step of this rank's part: y, dx and the rest, with the names that `inputs` has."""
     device, mine = device_of_rank(), tokens(layout, dist.get_world_size(), dist.get_rank())
     leaves, dy = inputs(name, dtype)
@@ -104,7 +107,7 @@ def shard(name, layout, dtype=torch.float32, split=False):
     options = {"layout": layout} if layout == "zigzag" else {}
     starts = torch.tensor(BOUNDS[name], dtype=torch.long, device=device)
     context = build_cp_context(starts, dist.group.WORLD, conv1d_kernel_size=W, **options)
-    assert split or str(explain(upstream.causal_conv1d, **leaves, cp_context=context).route).startswith("native")
+    assert mixed or str(explain(upstream.causal_conv1d, **leaves, cp_context=context).route).startswith("native")
     y, final = upstream.causal_conv1d(**leaves, activation="silu", cp_context=context)
     assert final is None
     y.backward(dy[:, mine].to(device))
