@@ -181,3 +181,24 @@ def test_distributed_tensors_are_declined_and_their_shares_are_not(device, ranks
         x, weight = (f"  tensor-subclass: {name}: expected a plain tensor, got DTensor" for name in ("x", "weight"))
         assert decisions[1].splitlines() == ["fallback:tensor-subclass", weight]
         assert decisions[2].splitlines() == ["fallback:tensor-subclass", x, weight]
+
+
+@pytest.mark.gpu
+def test_a_model_on_another_device_than_the_current_one():
+    """Device 0 is current all along."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    torch.manual_seed(3)
+    block, x = Block(), torch.randn(B, T, D)
+    found = []
+    for index in (0, 1):
+        reset_routes()
+        block.to(f"cuda:{index}").zero_grad()
+        leaf = x.to(f"cuda:{index}").requires_grad_()
+        with accelerated("short_conv", verbose=False):
+            y = block(leaf)
+            y.square().sum().backward()
+        assert torch.cuda.current_device() == 0 and y.device.index == index
+        assert named([(route_counts(),)]) == native("cuda", 1)
+        found.append([tensor.detach().cpu() for tensor in (y, leaf.grad, block.conv.weight.grad)])
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
