@@ -2,8 +2,8 @@
 
 `python -m benchmarks.fsdp [--ranks 2] [--layers 6] [--cache-in DIR] [--dry-run]`. Acceleration comes before the model
 is built, or after it is wrapped. The gate: the loss of every step is the unaccelerated one within rounding, and every
-convolution is native. Tokens a second are those of all ranks together. The dry run leaves the recurrence out, and needs
-a numpy below 2.3, because Triton's interpreter does.
+convolution is native. Tokens a second are those of all ranks together. The dry run leaves the recurrence out and runs
+with numpy 2.2; 2.4 is too new for Triton's interpreter.
 """
 
 from __future__ import annotations

@@ -5,8 +5,11 @@ every collective are FLA's; what is asked here is that the convolution of each r
 """
 
 import functools
+import importlib.util
 import os
 import pkgutil
+import sys
+import types
 
 import pytest
 import reference
@@ -25,6 +28,11 @@ else:
     # spawned ranks do not come by upstreams.py, which sees to it that no part of another FLA is found
     pkgutil.extend_path = lambda path, name: path
     driver.active.get_benchmarker = lambda: triton_cpu.first_wins
+
+if importlib.util.find_spec("causal_conv1d_cuda") is None:
+    # what is not native in the package fails then
+    extension = sys.modules["causal_conv1d_cuda"] = types.ModuleType("causal_conv1d_cuda")
+    extension.causal_conv1d_fwd = extension.causal_conv1d_bwd = extension.causal_conv1d_update = None
 
 import fla
 import fla.modules.convolution as upstream
@@ -97,7 +105,7 @@ def device_of_rank():
     return torch.device("cuda", dist.get_rank()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
-def shard(name, layout, dtype=torch.float32, mixed=False):
+def shard(name, layout, dtype=torch.float32, kind="all"):
     """One step of this rank's part: y, dx and the rest, with the names that `inputs` has."""
     device, mine = device_of_rank(), tokens(layout, dist.get_world_size(), dist.get_rank())
     leaves, dy = inputs(name, dtype)
@@ -107,19 +115,23 @@ def shard(name, layout, dtype=torch.float32, mixed=False):
     options = {"layout": layout} if layout == "zigzag" else {}
     starts = torch.tensor(BOUNDS[name], dtype=torch.long, device=device)
     context = build_cp_context(starts, dist.group.WORLD, conv1d_kernel_size=W, **options)
-    assert mixed or str(explain(upstream.causal_conv1d, **leaves, cp_context=context).route).startswith("native")
-    y, final = upstream.causal_conv1d(**leaves, activation="silu", cp_context=context)
+    if kind == "all":
+        assert str(explain(upstream.causal_conv1d, **leaves, cp_context=context).route).startswith("native")
+    backend = "cuda" if kind == "package" else "triton"
+    y, final = upstream.causal_conv1d(**leaves, activation="silu", backend=backend, cp_context=context)
     assert final is None
     y.backward(dy[:, mine].to(device))
     return {"y": y.detach().cpu(), **{key: leaf.grad.cpu() for key, leaf in leaves.items()}}
 
 
-def switched_on(rank, kind):
-    """Whether acceleration serves a rank: all of them, none, or one of two in different ways."""
+def targets(rank, kind):
+    """What is accelerated on a rank: the same on all of them, nothing, or something else on the second one."""
     if kind == "disabled on rank 1" and rank == 1:
         os.environ["ACCEL_DISABLE"] = "1"
         environment.forget()
-    return kind != "none" and not (kind == "rank 0 alone" and rank != 0)
+    if kind == "none" or kind == "rank 0 alone" and rank != 0:
+        return ()
+    return ("short_conv", "causal_conv1d") if kind == "package" else ("short_conv",)
 
 
 def shards(layout, names, kind="all", dtype=torch.float32):
@@ -128,12 +140,11 @@ def shards(layout, names, kind="all", dtype=torch.float32):
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_backend() == "gloo":
             patch.setattr(dist, "all_gather_into_tensor", gather_flat(dist.all_gather_into_tensor))
-        on = switched_on(dist.get_rank(), kind)
         try:
-            with accelerated("short_conv" if on else (), verbose=False):
+            with accelerated(targets(dist.get_rank(), kind), verbose=False):
                 for name in names:
                     reset_routes()
-                    found.append((shard(name, layout, dtype, kind != "all"), route_counts()))
+                    found.append((shard(name, layout, dtype, kind), route_counts()))
         finally:
             os.environ.pop("ACCEL_DISABLE", None)
             environment.forget()
@@ -248,6 +259,20 @@ def test_ranks_on_different_routes(groups, layout, kind):
         assert paths(ours[1]) == PARTS
         served = {str(route) for route in theirs[1]}
         assert served == (set() if kind == "rank 0 alone" else {"fallback:disabled"})
+
+
+if RELEASE >= (0, 6) and importlib.util.find_spec("causal_conv1d"):
+
+    @bounds
+    def test_the_path_of_the_causal_conv1d_package(groups, name):
+        """backend="cuda" calls nothing of FLA's; what it calls of the package is native where that target is on."""
+        found = [part for (part,) in need(groups, 2).run(shards, "contiguous", [name], "package")]
+        assert_whole("contiguous", name, [values for values, _ in found])
+        for _, counts in found:
+            served = {f"{route.target}.{route.callable}": route for route in counts}
+            assert list(counts.values()) == [1, 1] and len(served) == 2
+            assert str(served["short_conv.causal_conv1d"]) == "fallback:context-parallel"
+            assert served["causal_conv1d.causal_conv1d_fn"].path == "native"
 
 
 def few_tokens(kind):

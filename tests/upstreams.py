@@ -82,9 +82,11 @@ def run_parity(script: Path, marker: str, path: Sequence[Path], **env: str) -> s
     return _pytest("import pytest, sys; sys.exit(pytest.main({options!r}))", script, marker, (), path, env)
 
 
-def run_fla_parity(script: Path, version: str, marker: str, *selection: str, **env: str) -> str:
+def run_fla_parity(
+    script: Path, version: str, marker: str, *selection: str, beside: Sequence[Path] = (), **env: str
+) -> str:
     """`run_parity` with this FLA and no part of another one; `selection` is what else pytest is told."""
-    return _pytest(_ONE_FLA, script, marker, selection, [fla(version)], env, version=version)
+    return _pytest(_ONE_FLA, script, marker, selection, [fla(version), *beside], env, version=version)
 
 
 def _pytest(
