@@ -111,9 +111,9 @@ def last_route(target: str | None = None) -> Route | None:
 
 def route_counts() -> dict[Route, int]:
     """How often each route was taken, in all threads, by target, callable, path, backend and reason."""
-    with _lock:
-        counters = [_finished, *_counts.values()]
-    return fold(counter.copy() for counter in counters)
+    with _lock:  # or the counts of a thread that has ended could be read twice, while they are moved
+        reports = [counter.copy() for counter in (_finished, *_counts.values())]
+    return fold(reports)
 
 
 def fold(reports: Iterable[Mapping[Route, int]]) -> dict[Route, int]:

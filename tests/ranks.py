@@ -16,14 +16,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-TIMEOUT = 60.0  # seconds; a rank that says nothing for so long waits for another one
+# seconds; a rank that says nothing for so long waits for another one. On GPUs the first call imports and compiles
+TIMEOUT = {"cpu": 120.0, "cuda": 300.0}
 
 
 class Ranks:
     """`world` processes, rank r on device r where they are GPUs."""
 
     def __init__(self, world: int, device: str):
-        self.world = world
+        self._timeout = TIMEOUT[device]
         context = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
         self._room = tempfile.TemporaryDirectory()
         self._pipes, self._processes = [], []
@@ -39,11 +40,11 @@ class Ranks:
         """What function(*args) returns on each rank; AssertionError with its traceback where it raises or hangs."""
         for pipe in self._pipes:
             pipe.send_bytes(pickle.dumps((function, args)))
-        until = time.monotonic() + TIMEOUT
+        until = time.monotonic() + self._timeout
         answers, failures = [], []
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(max(0.1, until - time.monotonic())):
-                failures.append(f"rank {rank} has said nothing for {TIMEOUT} s")
+                failures.append(f"rank {rank} has said nothing for {self._timeout} s")
                 continue
             error, answer = pickle.loads(pipe.recv_bytes())
             answers.append(answer)
@@ -71,7 +72,7 @@ def _serve(rank: int, world: int, device: str, rendezvous: str, pipe: Any) -> No
         init_method=f"file://{rendezvous}",
         rank=rank,
         world_size=world,
-        timeout=datetime.timedelta(seconds=TIMEOUT),
+        timeout=datetime.timedelta(seconds=TIMEOUT[device]),
     )
     while True:
         function, args = pickle.loads(pipe.recv_bytes())
