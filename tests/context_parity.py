@@ -194,9 +194,10 @@ def exact(name, dtype):
 
 def assert_whole(layout, name, found, dtype=torch.float32):
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
-    expected = exact(name, dtype)
-    for key, value in whole(layout, found).items():
-        torch.testing.assert_close(value.double(), expected[key], rtol=tolerance, atol=tolerance, msg=f"{name}: {key}")
+    found, expected = whole(layout, found), exact(name, dtype)
+    torch.testing.assert_close(
+        {key: value.double() for key, value in found.items()}, expected, rtol=tolerance, atol=tolerance
+    )
 
 
 @pytest.fixture(scope="session")
