@@ -90,6 +90,16 @@ class StatesCall(NamedTuple):
     compact_states: bool
 
 
+class InnerCall(NamedTuple):
+    """A call that the upstream takes apart: what it does around the convolution `call` stays its own.
+
+    `callable` is the name by which it calls that convolution; it is swapped too, and has the route.
+    """
+
+    callable: str
+    call: ConvCall
+
+
 def form_of(x: Tensor, residual: Tensor | None = None) -> str:
     """The form of x [N, D] or [N, D, T]: a single token whose channels are neighbours is read like [N, D]."""
     if x.dim() == 2:

@@ -2,7 +2,8 @@
 
 A decline hands the original the very arguments that came, before anything was touched. A failure after admission is
 raised, never turned into a fallback. torch.compile traces through here: what it cannot trace, or what belongs to a run
-and not to a graph (kept plans, the recorder, profiler ranges), is behind `is_dynamo_compiling`.
+and not to a graph (kept plans, the recorder, profiler ranges), is behind `is_dynamo_compiling`. A call that the upstream
+takes apart is handed on without a route: the parts come back here and have theirs.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 from torch.compiler import is_dynamo_compiling
 
 from accel import admission, environment
-from accel.call import BackwardCall, ConvCall, StatesCall, UpdateCall
+from accel.call import BackwardCall, ConvCall, InnerCall, StatesCall, UpdateCall
 from accel.ops import conv, gradients, states, update
 from accel.reasons import Decline, Reason
 from accel.routes import Route, amend, note, profiler_range, profiling, record
@@ -41,7 +42,7 @@ OPERATIONS: dict[type, Operation] = {
 class Adapter(NamedTuple):
     """One upstream callable: `read` has its signature and gives a call, or a Decline where our words do not reach.
 
-    `give` turns (result, call) into what the upstream returns.
+    Or an InnerCall, which the upstream will come back with. `give` turns (result, call) into what the upstream returns.
     """
 
     call: type
@@ -89,6 +90,8 @@ def run(binding: Binding, args: tuple, kwargs: dict) -> Any:
         call = _unreadable(error)
     if type(call) is Decline:
         return _fall_back(binding, call, args, kwargs)
+    if type(call) is InnerCall:
+        return binding.original(*args, **kwargs)
     facts = environment.facts(call.x.device)
     operation = binding.operation
     tracing = is_dynamo_compiling()
@@ -139,27 +142,37 @@ class Explanation(NamedTuple):
 def explain(function: Callable, *args: Any, **kwargs: Any) -> Explanation:
     """What a swapped callable would do with these arguments, without running it.
 
-    Raises ValueError where `function` is not one that accel has swapped.
+    Of a call that the upstream takes apart, that is the route of the convolution inside. Raises ValueError where
+    `function` is not one that accel has swapped.
     """
     binding = getattr(function, "__accel__", None)
     if not isinstance(binding, Binding):
         raise ValueError(f"function: expected a callable that accel has swapped, got {function!r}")
-    failed = declines(binding.adapter, args, kwargs)
+    call = _read(binding.adapter, args, kwargs)
+    name = binding.callable
+    if type(call) is InnerCall:
+        name, call = call
+    failed = _failed(call)
     if failed:
         first = failed[0]
-        return Explanation(
-            Route(binding.target, binding.callable, "fallback", None, first.reason.value, str(first)), failed
-        )
-    backend = environment.facts(binding.adapter.read(*args, **kwargs).x.device).backend
-    return Explanation(binding.native[backend], ())
+        return Explanation(Route(binding.target, name, "fallback", None, first.reason.value, str(first)), failed)
+    native = binding.native[environment.facts(call.x.device).backend]
+    return Explanation(native._replace(callable=name), ())
 
 
 def declines(adapter: Adapter, args: tuple, kwargs: dict) -> tuple[Decline, ...]:
     """Every failed check of a call, without running it."""
+    return _failed(_read(adapter, args, kwargs))
+
+
+def _read(adapter: Adapter, args: tuple, kwargs: dict) -> Any:
     try:
-        call = adapter.read(*args, **kwargs)
+        return adapter.read(*args, **kwargs)
     except Exception as error:
-        call = _unreadable(error)
+        return _unreadable(error)
+
+
+def _failed(call: Any) -> tuple[Decline, ...]:
     if type(call) is Decline:
         return (call,)
     return tuple(admission.CHECKS[type(call)](call, environment.facts(call.x.device)))

@@ -19,7 +19,7 @@ class Reason(str, enum.Enum):
     AUTOGRAD = "autograd"  # gradients are asked for where the operation is for inference only
     TENSOR_SUBCLASS = "tensor-subclass"  # DTensor and other subclasses, a nested or sparse tensor
     FUNCTORCH = "functorch"  # inside torch.func transforms
-    CONTEXT_PARALLEL = "context-parallel"  # the upstream's own context-parallel path
+    CONTEXT_PARALLEL = "context-parallel"  # a context-parallel path that calls nothing that is swapped
     UNSUPPORTED_ARGUMENT = "unsupported-argument"  # an argument that this version does not serve
     DISABLED = "disabled"  # ACCEL_DISABLE=1
 

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch.autograd.profiler as profiler
@@ -111,11 +111,16 @@ def last_route(target: str | None = None) -> Route | None:
 
 def route_counts() -> dict[Route, int]:
     """How often each route was taken, in all threads, by target, callable, path, backend and reason."""
-    with _lock:
-        counters = [_finished, *_counts.values()]
+    with _lock:  # or the counts of a thread that has ended could be read twice, while they are moved
+        reports = [counter.copy() for counter in (_finished, *_counts.values())]
+    return fold(reports)
+
+
+def fold(reports: Iterable[Mapping[Route, int]]) -> dict[Route, int]:
+    """One report of several `route_counts`: of ranks, for example, which gather theirs when it suits them."""
     total: Counter[Route] = Counter()
-    for counter in counters:
-        total.update(counter.copy())
+    for report in reports:
+        total.update(report)
     return dict(+total)
 
 

@@ -103,7 +103,9 @@ def store(path: pathlib.Path, compiled: Any) -> Callable:
                 file.write(hashlib.sha256(content).digest())
                 file.flush()
                 os.fsync(file.fileno())
-            library.replace(path)
+            # of machines that see no lock of each other's the first one stays: others may have mapped its entry
+            if load(path) is None:
+                library.replace(path)
         function = load(path)
         if function is None:
             raise OSError(f"{path} was written and cannot be loaded; may files there be executed?")
@@ -186,14 +188,14 @@ def _require_private(place: pathlib.Path) -> None:
 def _read(path: pathlib.Path) -> bytes | None:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
+        with open(descriptor, "rb") as file:
+            found = os.fstat(descriptor)
+            trusted = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+            if not trusted or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                return None
+            return file.read()
+    except OSError:  # there is none; or, on a network disk, another machine has replaced it meanwhile
         return None
-    with open(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        trusted = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
-        if not trusted or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            return None
-        return file.read()
 
 
 @contextlib.contextmanager

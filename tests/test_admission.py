@@ -432,23 +432,37 @@ def test_a_missing_weight_is_refused():
         ops.causal_conv1d(channel_last(2, D, T), None)
 
 
+SHARD = SimpleNamespace(cu_seqlens=torch.tensor([0, T], dtype=torch.int32))  # all that is read of a cp_context
 FLA_ROWS = {
-    "cp_context": ("fla.causal_conv1d@0.4.2", {"cp_context": object()}, Reason.CONTEXT_PARALLEL),
-    "backend": ("fla.causal_conv1d@0.3.2", {"backend": "cuda"}, Reason.UNSUPPORTED_ARGUMENT),
+    "fla.causal_conv1d@0.6.0": ({"backend": "cuda", "cp_context": SHARD}, Reason.CONTEXT_PARALLEL),
+    "fla.causal_conv1d@0.4.2": ({"backend": "mix"}, Reason.UNSUPPORTED_ARGUMENT),
+    "fla.causal_conv1d@0.3.2": ({"backend": "cuda"}, Reason.UNSUPPORTED_ARGUMENT),
 }
 
 
-@pytest.mark.parametrize("argument", FLA_ROWS)
-def test_what_an_adapter_declines(argument):
-    adapter, arguments, reason = FLA_ROWS[argument]
+@pytest.mark.parametrize("adapter", FLA_ROWS)
+def test_what_an_adapter_declines(adapter):
+    arguments, reason = FLA_ROWS[adapter]
     x, weight = normal(2, T, D), normal(D, W)
     assert isinstance(ADAPTERS[adapter].read(x, weight), ConvCall)
     decline = ADAPTERS[adapter].read(x, weight, **arguments)
-    assert isinstance(decline, Decline) and (decline.reason, decline.argument) == (reason, argument)
+    assert isinstance(decline, Decline) and (decline.reason, decline.argument) == (reason, "backend")
+
+
+@pytest.mark.parametrize("adapter, kept", [("fla.causal_conv1d@0.6.0", True), ("fla.causal_conv1d@0.4.2", False)])
+def test_what_an_adapter_hands_on(adapter, kept):
+    """A context-parallel call is the convolution of this rank; FLA before 0.6.0 drops the residual and the backend."""
+    x, weight, residual = normal(1, T, D), normal(D, W), normal(1, T, D)
+    backend = "mix" if kept else "cuda"
+    name, call = ADAPTERS[adapter].read(x, weight, residual=residual, backend=backend, cp_context=SHARD)
+    assert name == "causal_conv1d_fwd" and isinstance(call, ConvCall)
+    assert call.cu_seqlens is SHARD.cu_seqlens and call.weight is weight and (call.residual is None) == (not kept)
 
 
 def test_every_reason_has_a_row():
-    found = {row.reason for rows in ROWS.values() for row in rows.values()} | {row[2] for row in FLA_ROWS.values()}
+    found = {row.reason for rows in ROWS.values() for row in rows.values()} | {
+        reason for _, reason in FLA_ROWS.values()
+    }
     assert found == set(Reason)
 
 

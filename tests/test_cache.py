@@ -199,6 +199,23 @@ def test_the_entry_of_another_user_is_not_loaded(entry, another_user):
     assert cache.load(entry) is None
 
 
+def test_an_entry_that_goes_stale_while_it_is_read_is_not_loaded(entry, monkeypatch):
+    def stale(descriptor):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", stale)
+        assert cache.load(entry) is None
+    assert cache.load(entry) is not None
+
+
+def test_a_good_entry_is_not_replaced(entry):
+    """Two machines whose locks do not reach each other compile the same: what one has mapped stays on the disk."""
+    before = entry.stat().st_ino
+    assert takes_four_arguments(cache.store(entry, compile_(SPEC)))
+    assert entry.stat().st_ino == before
+
+
 def write_for_all(folder):
     folder.chmod(0o777)
 
@@ -398,6 +415,32 @@ def test_of_many_processes_one_compiles():
     assert sorted(compiled for compiled, _, _ in found) == [0, 0, 0, 1]
     assert all(compiler == (compiled == 1) for compiled, compiler, _ in found)
     assert cache.info().entries == 1
+
+
+DIES = """
+import time, torch
+from accel.kernels import cache, packing
+def compile_(spec):
+    print("compiling", flush=True)
+    time.sleep(600)
+cache.get(packing.PackingSpec(torch.int64, False, "sm_87"), compile_)
+"""
+
+
+def test_a_process_that_dies_while_it_compiles_holds_nobody_up():
+    """A rank that is killed: its lock goes with it, and the next one compiles."""
+    dying = subprocess.Popen([sys.executable, "-c", DIES], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert dying.stdout.readline() == "compiling\n"
+        lock = filelock.FileLock(entry_of(SPEC).with_suffix(".lock"), timeout=0.2)
+        with pytest.raises(filelock.Timeout):
+            lock.acquire()
+    finally:
+        dying.kill()
+        dying.communicate()
+    with lock:
+        pass
+    assert takes_four_arguments(cache.get(SPEC, compile_)) and cache.info().entries == 1
 
 
 CALLS = """

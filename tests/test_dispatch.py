@@ -15,7 +15,7 @@ from accel.dispatch import Explanation, wrap
 from accel.reasons import Reason
 
 N, D, T, W = 3, 8, 5, 4
-UPDATE, CONV = "fla.causal_conv1d_update", "fla.causal_conv1d@0.4.2"
+UPDATE, CONV, CONV_060 = "fla.causal_conv1d_update", "fla.causal_conv1d@0.4.2", "fla.causal_conv1d@0.6.0"
 BACKWARD, STATES = "fla.causal_conv1d_bwd@0.6.0", "fla.causal_conv1d_update_states"
 
 
@@ -52,6 +52,12 @@ def sequence():
     return dict(x=torch.randn(2, T, D), weight=torch.randn(D, W), activation="silu", output_final_state=True)
 
 
+def parallel(**options):
+    """A rank's part of two sequences, as FLA's context-parallel code is called."""
+    context = types.SimpleNamespace(cu_seqlens=torch.tensor([0, 2, T], dtype=torch.int32))
+    return {"x": torch.randn(1, T, D), "weight": torch.randn(D, W), "cp_context": context, **options}
+
+
 def split_heads():
     """[B, T, H, d] whose heads are not neighbours in memory."""
     return torch.randn(2, T, 4, D // 4).transpose(2, 3)
@@ -68,7 +74,8 @@ FALLBACKS = {
     "no weight": (UPDATE, lambda: dict(x=torch.randn(N, D), cache=None), None),
     "activation list": (UPDATE, lambda: {**step(), "activation": ["silu"]}, None),
     "x without axes": (UPDATE, lambda: {**step(), "x": torch.tensor(1.0)}, None),
-    "context parallel": (CONV, lambda: {**sequence(), "cp_context": object()}, Reason.CONTEXT_PARALLEL),
+    "context parallel": (CONV_060, lambda: parallel(backend="cuda"), Reason.CONTEXT_PARALLEL),
+    "no context": (CONV, lambda: {**sequence(), "cp_context": object()}, Reason.UNSUPPORTED_ARGUMENT),
     "backend": (CONV, lambda: {**sequence(), "backend": "cuda"}, Reason.UNSUPPORTED_ARGUMENT),
     "heads apart": (CONV, lambda: {**sequence(), "x": split_heads()}, Reason.UNSUPPORTED_ARGUMENT),
     "no filter": (CONV, lambda: {**sequence(), "weight": None}, Reason.UNSUPPORTED_ARGUMENT),
@@ -104,6 +111,21 @@ def test_a_fallback_is_the_original_with_the_very_arguments(name, positional):
     (route,) = routes
     assert route.path == "fallback" and route.backend is None
     assert reason is None or route.reason == reason.value
+
+
+@pytest.mark.parametrize("adapter", [CONV, CONV_060])
+@pytest.mark.parametrize("dtype, expected", [(torch.float32, "native:cpu"), (torch.float64, "fallback:dtype")])
+def test_a_call_that_the_upstream_takes_apart_has_the_route_of_its_part(adapter, dtype, expected):
+    wrapper, original = swapped(adapter)
+    kwargs = parallel(x=torch.randn(1, T, D, dtype=dtype))
+    with record_routes() as routes:
+        assert wrapper(**kwargs) is original.answer
+    ((args, got),) = original.calls
+    assert args == () and all(got[key] is kwargs[key] for key in kwargs)
+    assert routes == []
+    found = explain(wrapper, **kwargs)
+    assert (found.route.callable, str(found.route)) == ("causal_conv1d_fwd", expected)
+    assert [str(decline.reason) for decline in found.failed] == ([] if dtype == torch.float32 else ["dtype"])
 
 
 def test_too_many_arguments_are_the_originals_too():

@@ -1,6 +1,7 @@
 """The recorder of routes: last, counts, recordings, one warning a kind, in one thread and in several."""
 
 import logging
+import pickle
 import threading
 from collections import Counter
 
@@ -84,6 +85,24 @@ def test_counts_of_all_threads_finished_ones_too():
     in_threads(4, calls)
     record(NATIVE)
     assert route_counts() == {NATIVE: 2001, FALLBACK._replace(detail=""): 4}
+
+
+def test_counts_are_read_while_no_thread_moves_them(monkeypatch):
+    class Watched(Counter):
+        def copy(self):
+            assert routes._lock.locked()
+            return super().copy()
+
+    monkeypatch.setattr(routes, "_finished", Watched({NATIVE: 2}))
+    record(NATIVE)
+    assert route_counts() == {NATIVE: 3}
+
+
+def test_reports_fold():
+    """Those of ranks come through a pickle."""
+    first, second = {NATIVE: 2, OTHER: 1}, pickle.loads(pickle.dumps({NATIVE: 3, FALLBACK: 1}))
+    assert routes.fold([first, second]) == {NATIVE: 5, OTHER: 1, FALLBACK: 1}
+    assert first == {NATIVE: 2, OTHER: 1} and routes.fold([]) == {}
 
 
 def test_counts_leave_the_detail_out():
