@@ -1,9 +1,9 @@
 """The only place that chooses: read the call, admit it, record the route, run the operation or the original.
 
 A decline hands the original the very arguments that came, before anything was touched. A failure after admission is
-raised, never turned into a fallback. torch.compile traces through here: what it cannot trace, or what belongs to a run
-and not to a graph (kept plans, the recorder, profiler ranges), is behind `is_dynamo_compiling`. A call that the upstream
-takes apart is handed on without a route: the parts come back here and have theirs.
+raised, never turned into a fallback. A call that the upstream takes apart is handed on without a route: the parts come
+back here and have theirs. torch.compile traces through here: what it cannot trace, or what belongs to a run and not to
+a graph (kept plans, the recorder, profiler ranges), is behind `is_dynamo_compiling`.
 """
 
 from __future__ import annotations
