@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from torch.compiler import is_compiling
 
 from accel import admission, environment
-from accel.call import BackwardCall, ConvCall, StatesCall, UpdateCall
-from accel.ops import conv, states, update
+from accel.call import BackwardCall, ConvCall, DenseCall, StatesCall, UpdateCall
+from accel.ops import conv, dense, states, update
 from accel.reasons import Decline, Reason
 from accel.routes import Route, amend, note, profiler_range, profiling, record
 
@@ -34,6 +34,7 @@ OPERATIONS: dict[type, Operation] = {
     ConvCall: Operation(admission.admit, conv.run),
     BackwardCall: Operation(admission.admit, conv.run_backward),
     StatesCall: Operation(admission.admit, states.run),
+    DenseCall: Operation(admission.admit, dense.run),
 }
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from accel import dispatch, environment, matrix, patch
+from accel import dispatch, environment, matrix, modules, patch
 from accel.adapters import ADAPTERS
 from accel.matrix import MatrixError, Parameters, PatchPoint
 
@@ -36,33 +36,39 @@ def accelerate(
 
     Targets given by name are a contract: all of them, or ImportError with each one's reason and nothing changed. "all"
     switches on what is installed and logs why the rest is not. `model` is an nn.Module whose instances captured a
-    callable when they were built; giving it again later adds to what is on. `strict=False` also swaps a callable that
-    somebody else had replaced before: a fallback then calls that replacement. `verbose` logs a line for each target
-    (logger `accel`, INFO).
+    callable when they were built; giving it again later adds to what is on. The target `conv1d`, which "all" leaves
+    out, serves the modules of that model that state to be a causal nn.Conv1d (accel/modules.py). `strict=False` also
+    swaps a callable that somebody else had replaced before: a fallback then calls that replacement. `verbose` logs a
+    line for each target (logger `accel`, INFO).
     """
     if model is not None and not callable(getattr(model, "modules", None)):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     names = _names(targets)
     with patch.LOCK:
-        plans, refused = {}, {}
+        plans, refused, causal = {}, {}, []
         for name in names:
-            if name not in _active:
-                try:
+            try:
+                if name in matrix.load().modules:
+                    causal = _causal_modules(model)
+                    plans[name] = []
+                elif name not in _active:
                     plans[name] = _plan(name, strict)
-                except _Refused as reason:
-                    refused[name] = reason
+            except _Refused as reason:
+                refused[name] = reason
         if refused and targets != "all":
             reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
             cause = next(iter(refused.values())).__cause__
             raise ImportError(f"accel changed nothing, because it cannot serve {reasons}") from cause
-        on = {name: plans.get(name) or _active[name] for name in names if name not in refused}
+        on = {name: plans[name] if name in plans else _active[name] for name in names if name not in refused}
         _switch([swap for swaps in on.values() for swap in swaps], model)
+        modules.serve(causal)
         _active.update(on)
     for name, reason in refused.items():
         log.warning("%s is not accelerated: %s", name, reason)
     if verbose:
         for name, swaps in plans.items():
-            log.info("%s is accelerated: %s", name, ", ".join(swap.replacement.__name__ for swap in swaps))
+            served = [swap.replacement.__name__ for swap in swaps] or [f"{len(causal)} modules of the model"]
+            log.info("%s is accelerated: %s", name, ", ".join(served))
     return tuple(on)
 
 
@@ -83,11 +89,12 @@ def restore(targets: str | Iterable[str] | None = None) -> None:
     What somebody else has replaced since stays, and is logged as a warning.
     """
     with patch.LOCK:
-        for name in _names("all" if targets is None else targets):
+        for name in list(_active) if targets is None else _names(targets):
             swaps = _active.pop(name, [])
             for swap in swaps:
                 swap.replacement.__accel__.live = False
-            for place in patch.release(swaps):
+            displaced = modules.release() if name in matrix.load().modules else patch.release(swaps)
+            for place in displaced:
                 log.warning("%s was replaced after accel swapped it, and is left as it is", place)
 
 
@@ -117,6 +124,17 @@ def _names(targets: str | Iterable[str]) -> list[str]:
         return list(table.targets)
     given = [targets] if isinstance(targets, str) else targets
     return list(dict.fromkeys(table.canonical(name) for name in given))
+
+
+def _causal_modules(model: Any) -> list[Any]:
+    if model is None:
+        raise _Refused("it serves the modules of a model, and needs model=")
+    found, wrong = modules.stated(model)
+    for name in wrong:
+        log.warning("%s states to be causal and is not served: it computes something else, or could not be tried", name)
+    if not found:
+        raise _Refused("the model has no nn.Conv1d that states to be causal and is")
+    return found
 
 
 def _switch(swaps: list[patch.Swap], model: Any) -> None:

@@ -19,11 +19,12 @@ import pytest
 import torch
 
 from accel import environment, matrix
-from accel.call import BackwardCall, ConvCall, StatesCall, UpdateCall
+from accel.call import BackwardCall, ConvCall, DenseBackwardCall, DenseCall, StatesCall, UpdateCall
 from accel.dispatch import OPERATIONS
 from accel.environment import DeviceFacts
 from accel.errors import StatusWord
 from accel.kernels import contract
+from accel.ops import dense as dense_op
 from accel.ops.door import kernels
 from accel.reasons import Decline
 
@@ -84,6 +85,23 @@ FORWARD_AXES = SEQUENCE_AXES | {"residual": (None, "like", "strided")}
 BACKWARD_AXES = SEQUENCE_AXES | {
     "dy": ("like", "expanded", "transposed", None),
     "needs": ("all", "x", "parameters", "initial"),
+}
+
+DENSE_AXES = {
+    "dtype": (BF16, FP16),
+    "bias": (False, True),
+    "activation": (None, "silu", "relu", "gelu"),
+    "outputs": (64, 128),
+    "tokens": (256, 250, 251),
+    "unaligned": (False, True),
+}
+DENSE_BACKWARD_AXES = {
+    "dtype": (BF16, FP16),
+    "outputs": (64, 128),
+    "inputs": (64, 128),
+    "tokens": (256, 251),
+    "unaligned": (False, True),
+    "unaligned_dy": (False, True),
 }
 
 
@@ -233,6 +251,20 @@ def states(dtype=BF16, packing="dense", initial=False, channels=64, size=SMALL, 
     return StatesCall(x, tensor(n, channels, 3, dtype=dtype) if initial else None, cu_seqlens, 3, False)
 
 
+def dense(dtype=BF16, bias=True, activation=None, outputs=128, inputs=128, tokens=256, unaligned=False) -> DenseCall:
+    """A dense convolution; `unaligned`: no vector may be read from x."""
+    x = tensor(2, inputs, tokens, dtype=dtype, shift=int(unaligned))
+    weight = tensor(outputs, inputs, 3, dtype=dtype)
+    return DenseCall(x, weight, tensor(outputs, dtype=dtype) if bias else None, 2, 1, activation)
+
+
+def dense_backward(unaligned_dy=False, **options) -> DenseBackwardCall:
+    """Its gradients."""
+    call = dense(bias=True, **options)
+    dy = tensor(2, call.weight.shape[0], call.x.shape[2], dtype=call.x.dtype, shift=int(unaligned_dy))
+    return DenseBackwardCall(call.x, dy, call.weight, 2, 1, True, True, True)
+
+
 def specifications(call: Any, arch: str = MAIN, trap: bool = False) -> list[Any]:
     """The specification of every kernel that a call launches, in order."""
     found = []
@@ -243,9 +275,12 @@ def specifications(call: Any, arch: str = MAIN, trap: bool = False) -> list[Any]
 
     cpu = torch.device("cpu")
     facts = DeviceFacts(cpu, "cute", arch, "compiled only", 132, False, trap, StatusWord(cpu))
-    operation = OPERATIONS[type(call)]
+    operation = OPERATIONS.get(type(call))
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(jit, "get", note)
+        if operation is None:
+            dense_op.backward(call, facts)
+            return found
         plan = operation.prepare(call, facts)
         assert not isinstance(plan, Decline), f"{plan}: {call}"
         operation.run(call, facts, plan)
@@ -261,6 +296,10 @@ def table() -> Iterator[Any]:
         yield from (backward(**choice) for choice in pairs(BACKWARD_AXES | layouts))
     for dtype, packing, initial in itertools.product((BF16, FP16, FP32), ("dense", "int32", "int64"), (False, True)):
         yield states(dtype, packing, initial)
+    for choice in pairs(DENSE_AXES):
+        yield dense(**choice)
+    for choice in pairs(DENSE_BACKWARD_AXES):
+        yield dense_backward(**choice)
     # where registers are shortest: everything at once
     everything = {"bias": "as weight", "initial": True, "final": True}
     for layout, width, packing in itertools.product(
@@ -286,6 +325,8 @@ def few() -> Iterator[Any]:
     yield backward(layout="channel-first")
     yield backward(layout="channel-first", width=3, packing="int32")
     yield states(packing="int64", initial=True)
+    yield dense(activation="silu")
+    yield dense_backward(outputs=64)
 
 
 def families() -> dict[Any, None]:
@@ -465,6 +506,8 @@ def test_the_matrix_says_what_the_contracts_say():
     for operation, backends in table.operations.items():
         limits = contracts.get(operation, contract.CONV)
         assert backends.keys() == {"cute", "cpu"}
+        if operation == contract.DENSE.op:
+            limits, backends = contract.DENSE, {"cute": backends["cute"]}  # torch takes any dtype on the CPU
         for support in backends.values():
             assert support.dtypes == tuple(str(dtype).removeprefix("torch.") for dtype in limits.dtypes)
             if operation in contracts:

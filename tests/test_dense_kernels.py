@@ -1,0 +1,108 @@
+"""The dense kernels without a GPU: the operation as it is, whose launches are interpreted from PTX (ptx.py)."""
+
+import functools
+import importlib
+
+import pytest
+import torch
+from ptx import Block, Memory, Program, tensor_parameter
+from test_dense import close, gpu_facts, reference, serve_like
+
+from accel import environment, ops
+from accel.kernels import jit
+
+pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+cute = importlib.import_module("cutlass.cute")
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def ceil(a, b):
+    return -(-a // b)
+
+
+# Blocks of a launch, as the kernels' hosts count them
+GRIDS = {
+    "DenseSpec": lambda spec, packed, source, bias, out, *_: (
+        ceil(out.shape[1], spec.tile_m) * ceil(out.shape[2], 128) * out.shape[0]
+    ),
+    "DenseWeightSpec": lambda spec, dy, x, partial, *_: (
+        ceil(partial.shape[2], spec.tile_m) * ceil(partial.shape[3], spec.tile_n) * partial.shape[1] * partial.shape[0]
+    ),
+}
+
+
+@pytest.fixture
+def interpreted(tmp_path, monkeypatch):
+    """A device whose kernels are interpreted; its list holds the specifications of the launches."""
+    compile_, launched = cute.compile, []
+
+    @functools.cache
+    def program(spec):
+        folder = tmp_path / str(len(launched))
+        folder.mkdir()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                cute,
+                "compile",
+                lambda *args, options, **others: compile_(*args, options=f"{options} --dump-dir {folder}", **others),
+            )
+            jit.body(spec).build(spec, keep=True)
+        (text,) = folder.glob("*.ptx")
+        return Program(text.read_text())
+
+    def launch(spec, *arguments):
+        launched.append(spec)
+        code, memory, parameters, placed = program(spec), Memory(), [], []
+        given = [argument for argument in arguments if argument is not None]
+        for size, argument in zip(code.sizes, given, strict=True):
+            if isinstance(argument, int):
+                parameters.append(argument.to_bytes(4, "little", signed=True))
+                continue
+            storage = torch.empty(0, dtype=torch.uint8).set_(argument.untyped_storage())
+            address = memory.place(storage.numpy().tobytes())
+            placed.append((storage, address))
+            strides = (size - ceil(8 + 4 * argument.dim(), 8) * 8) // 8  # those that are not static
+            offset = argument.storage_offset() * argument.element_size()
+            parameters.append(tensor_parameter(address + offset, argument.shape, argument.stride()[:strides]))
+        for block in range(GRIDS[type(spec).__name__](spec, *arguments)):
+            Block(code, memory, parameters, code.threads, block, seed=block).run()
+        for storage, address in placed:
+            storage.copy_(torch.from_numpy(memory.read(address, storage.numel())))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jit, "get", lambda spec: functools.partial(launch, spec))
+        yield launched
+
+
+# batch, Cin, Cout, K, dilation, T: several tiles and chunks, offsets on both sides of a vector, rows without alignment
+CASES = [
+    ("sm_80", BF16, (2, 40, 72, 2, 5, 136), "dense", "silu"),
+    ("sm_80", FP16, (1, 24, 130, 2, 129, 136), "dense", None),
+    ("sm_80", BF16, (2, 33, 20, 3, 2, 37), "dense", "gelu"),
+    ("sm_80", BF16, (1, 16, 8, 4, 3, 24), "sliced", "relu"),
+]
+
+
+@pytest.mark.parametrize("arch, dtype, shape, layout, activation", CASES)
+def test_forward_and_gradients(arch, dtype, shape, layout, activation, interpreted):
+    b, cin, cout, taps, dilation, t = shape
+    x = serve_like(layout, torch.randn(b, cin, t).to(dtype)).requires_grad_()
+    weight = (torch.randn(cout, cin, taps) / (cin * taps) ** 0.5).to(dtype).requires_grad_()
+    bias = torch.randn(cout).to(dtype).requires_grad_()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(environment._facts, torch.device("cpu"), gpu_facts(arch, sm_count=8))
+        with torch.no_grad():
+            y = ops.causal_conv1d_dense(x, weight, bias, dilation=dilation, activation=activation)
+        plain = ops.causal_conv1d_dense(x, weight, bias, dilation=dilation)
+        dy = torch.randn(plain.shape).to(dtype)
+        gradients = torch.autograd.grad(plain, (x, weight, bias), dy)
+    assert [spec.arch for spec in interpreted] == [arch] * 4
+    want, size = reference(x.detach(), weight.detach(), bias.detach(), dilation, activation=activation)
+    close(y, want, size, dtype, slack=1.3)
+    wide = [tensor.detach().double().requires_grad_() for tensor in (x, weight, bias)]
+    wanted = torch.autograd.grad(reference(*wide, dilation)[0], wide, dy.double())
+    sizes = [tensor.detach().double().abs().requires_grad_() for tensor in (x, weight, bias)]
+    magnitudes = torch.autograd.grad(reference(*sizes, dilation)[0], sizes, dy.double().abs())
+    for one, expected, magnitude in zip(gradients, wanted, magnitudes, strict=True):
+        close(one, expected, magnitude, dtype, slack=1.3)
