@@ -47,7 +47,9 @@ RULES = (
         Reason.SHAPE,
         "x",
         f"channels, tokens and (K-1) * dilation up to {DENSE.max_extent}",
-        lambda call: max(*call.x.shape[1:], call.weight.shape[0], reach(call)) > DENSE.max_extent,
+        lambda call: any(
+            extent > DENSE.max_extent for extent in (*call.x.shape[1:], call.weight.shape[0], reach(call))
+        ),
         lambda call: f"{list(call.x.shape)} with a reach of {reach(call)}",
     ),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from accel.kernels import dense_mma, dense_weight
+from accel.kernels import dense_mma, dense_weight, dense_wgmma
 from accel.kernels.dense_mma import VECTOR
 
 
@@ -18,10 +18,16 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     return packed
 
 
+def convolve(packed, source, bias, out, activation, first: int, step: int, arch: str) -> None:
+    """`dense_mma.launch`, on Hopper's own instructions where they serve."""
+    kernel = dense_wgmma if dense_wgmma.serves(source, out, arch) else dense_mma
+    kernel.launch(packed, source, bias, out, activation, first, step, arch)
+
+
 def launch(call, y: torch.Tensor, facts) -> None:
     """Run an admitted forward on x's device and its current stream; fills y."""
     taps = call.weight.shape[2]
-    dense_mma.launch(
+    convolve(
         pack(call.weight),
         call.x,
         call.bias,
@@ -38,7 +44,7 @@ def launch_backward(call, dx, dweight, dbias, facts) -> None:
     taps = call.weight.shape[2]
     if dx is not None:
         packed = pack(call.weight.transpose(0, 1))
-        dense_mma.launch(packed, call.dy, None, dx, None, (taps - 1) * call.dilation, -call.dilation, facts.arch)
+        convolve(packed, call.dy, None, dx, None, (taps - 1) * call.dilation, -call.dilation, facts.arch)
     if dweight is not None:
         dense_weight.launch(call.x, call.dy, dweight, call.dilation, facts)
     if dbias is not None:

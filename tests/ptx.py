@@ -1,18 +1,20 @@
 """A GPU for kernels without one: interprets the PTX that the compiler made, warp by warp, on numpy arrays.
 
 Enough of PTX for the kernels of the dense convolution. Warps run one after the other from barrier to barrier, in a
-random order, asynchronous copies land as late as they may, shared memory starts as NaN, and every access is checked
-against the memory it may touch: what a real GPU would forgive by luck fails here.
+random order; what is asynchronous reads and lands as late as it may; shared memory starts as NaN; every access is
+checked against the memory it may touch: what a real GPU would forgive by luck fails here.
 """
 
 import re
 import struct
+from dataclasses import dataclass
 
 import numpy as np
 
 LANES = 32
 BASE = 1 << 40  # of global memory; shared memory starts at SHARED
 SHARED = 1 << 10
+PARAMETERS = 1 << 50
 UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 SIGNED = {16: np.int16, 32: np.int32, 64: np.int64}
 GARBAGE = np.full(LANES, 0xFFFFFFFFFFFFFFFF, np.uint64)
@@ -54,12 +56,39 @@ def tensor_parameter(address: int, shape, strides) -> bytes:
     return packed + b"\0" * (-len(packed) % 8)
 
 
+@dataclass
+class TensorMap:
+    """What a bulk copy reads: extents and byte strides from the innermost axis on, the box that one copy takes."""
+
+    address: int
+    extents: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+
+
+@dataclass
+class Barrier:
+    """An mbarrier: a phase ends when all have arrived and all announced bytes have come."""
+
+    count: int
+    missing: int
+    bytes: int = 0
+    phase: int = 0
+
+    def settle(self) -> None:
+        if self.missing == 0 and self.bytes == 0:
+            self.phase, self.missing = self.phase ^ 1, self.count
+
+
 class Program:
     """A kernel's instructions; labels are positions."""
 
     def __init__(self, text: str):
         body = text[text.index("{", text.index(".entry")) + 1 : text.rindex("}")]
         body = re.sub(r"//[^\n]*", "", body)
+        waits = r"LAB_WAIT:\s*mbarrier\.try_wait\S* P1, (\[[^\]]*\]), (%r\d+)[^;]*;.*?DONE:"
+        body = re.sub(waits, r"mbarrier.wait \1, \2;", body, flags=re.DOTALL)
+        body = re.sub(r"(?m)^\s*[{}]\s*$", "", body)
         self.code, self.labels = [], {}
         for word in re.split(r";|(?<=:)\s*\n", body):
             word = " ".join(word.split())
@@ -72,7 +101,7 @@ class Program:
             if guard:
                 word = word[guard.end() :]
             op, _, rest = word.partition(" ")
-            operands = [part.strip() for part in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,{}\[\]]+", rest) if part.strip()]
+            operands = [part.strip() for part in re.findall(r"\[[^\]]*\]|\{[^}]*\}|[^,{}\[\]]+", rest) if part.strip()]
             self.code.append((op, operands, (guard[2], guard[1] == "!") if guard else None))
         head = text[text.index(".entry") : text.index("{", text.index(".entry"))]
         found = re.findall(r"\.param[^,)]*?(\w+_param_\d+)(?:\[(\d+)\])?", head)
@@ -88,14 +117,19 @@ class Block:
         self.parameters = dict(zip(program.parameters, parameters, strict=True))
         self.shared = np.full(232448, 0xFF, np.uint8)
         self.warps = [Warp(self, number) for number in range(threads // LANES)]
+        self.barriers = {}
         self.order = np.random.default_rng(seed)
 
     def run(self) -> None:
-        while not all(warp.done for warp in self.warps):
-            alive = [warp for warp in self.warps if not warp.done]
-            for number in self.order.permutation(len(alive)):
-                alive[number].run()
-            assert len({warp.done for warp in alive}) == 1, "some warps left while others wait at a barrier"
+        while alive := [warp for warp in self.warps if not warp.done]:
+            ready = [warp for warp in alive if not warp.at_barrier]
+            if not ready:
+                assert len(alive) == len(self.warps), "some warps left while others wait at a barrier"
+                for warp in alive:
+                    warp.at_barrier = False
+                continue
+            moved = [ready[number].run() for number in self.order.permutation(len(ready))]
+            assert any(moved), "every warp waits for another"
 
 
 class Warp:
@@ -106,14 +140,16 @@ class Warp:
         self.registers, self.at = {}, np.zeros(LANES, np.int64)
         self.alive = np.ones(LANES, bool)
         self.pending, self.groups = [], []
+        self.products, self.product_groups = [], []
+        self.at_barrier = False
 
     @property
     def done(self) -> bool:
         return not self.alive.any()
 
-    def run(self) -> None:
-        """Until the next barrier or the end."""
-        code = self.block.program.code
+    def run(self) -> bool:
+        """Until the next barrier, a wait that is not over, or the end; whether anything was done."""
+        code, moved = self.block.program.code, False
         while self.alive.any():
             place = int(self.at[self.alive].min())
             self.mask = self.alive & (self.at == place)
@@ -124,23 +160,33 @@ class Warp:
                 self.mask = self.mask & taken
             if op.startswith(("bar.sync", "barrier.sync")):
                 assert (self.mask == self.alive).all(), "a barrier that not all threads of a warp reach"
-                return
+                self.at_barrier = True
+                return True
+            if op == "mbarrier.wait" and not self.is_over(*operands):
+                self.at[self.mask] -= 1
+                return moved
+            moved = True
             if self.mask.any():
                 self.execute(op, operands)
+        return True
 
     def value(self, operand: str, kind: str) -> np.ndarray:
         """The bits of an operand as an array of a kind: b16, s32, f32, pred."""
         if kind == "pred":
-            return self.registers[operand]
+            return self.registers[operand.removeprefix("!")] ^ operand.startswith("!")
         bits = int(kind[1:])
         if operand.startswith("%"):
-            special = {"%tid.x": np.arange(LANES) + LANES * self.number, "%ctaid.x": np.full(LANES, self.block.index)}
+            lane = np.arange(LANES)
+            special = {"%tid.x": lane + LANES * self.number, "%laneid": lane, "%ctaid.x": 0 * lane + self.block.index}
+            assert operand in special or operand[-1].isdigit(), operand
             # half of a pair may never be written, and then is not looked at
             raw = special[operand] if operand in special else self.registers.get(operand, GARBAGE)
         elif operand.startswith("0f"):
             raw = np.full(LANES, int(operand[2:], 16))
         elif operand.startswith("0x"):
             raw = np.full(LANES, int(operand, 16))
+        elif operand in self.block.parameters:
+            raw = np.full(LANES, PARAMETERS + list(self.block.parameters).index(operand))
         elif operand.startswith("__dynamic_shmem"):
             raw = np.full(LANES, SHARED)
         else:
@@ -184,6 +230,36 @@ class Warp:
     def do_griddepcontrol(self, op, details, operands):
         pass
 
+    do_fence = do_prefetch = do_griddepcontrol
+
+    def do_elect(self, op, details, operands):
+        self.put(operands[0].split("|")[1], np.arange(LANES) == np.flatnonzero(self.mask)[0])
+
+    def do_cvta(self, op, details, operands):
+        self.put(operands[0], self.value(operands[1], "u64"))
+
+    def is_over(self, place: str, parity: str) -> bool:
+        assert (self.mask == self.alive).all()
+        barrier = self.block.barriers[int(self.address(place)[self.mask][0])]
+        return barrier.phase != self.value(parity, "u32")[self.mask][0]
+
+    def do_mbarrier(self, op, details, operands):
+        if details[0] == "wait":
+            return
+        where = self.address(operands[0] if details[0] == "init" else operands[1])
+        for lane in np.flatnonzero(self.mask):
+            place = int(where[lane])
+            if details[0] == "init":
+                count = int(self.value(operands[1], "u32")[lane])
+                self.block.barriers[place] = Barrier(count, count)
+                continue
+            barrier = self.block.barriers[place]
+            if "expect_tx" in details:
+                barrier.bytes += int(self.value(operands[2], "u32")[lane])
+            barrier.missing -= 1
+            assert barrier.missing >= 0, "more arrivals than a phase has"
+            barrier.settle()
+
     def do_ret(self, op, details, operands):
         self.alive &= ~self.mask
 
@@ -202,12 +278,16 @@ class Warp:
         kind, (target, source) = details[-1], operands
         if kind == "pred":
             self.put(target, self.value(source, kind) if source.startswith("%") else np.full(LANES, source == "-1"))
+        elif source.startswith("{") and kind == "b64":
+            low, high = (self.value(part.strip(), "u32").astype(np.uint64) for part in source.strip("{}").split(","))
+            self.put(target, low | high << 32)
         elif source.startswith("{"):
             low, high = (self.value(part.strip(), "u16").astype(np.uint32) for part in source.strip("{}").split(","))
             self.put(target, low | high << 16)
         elif target.startswith("{"):
+            half, bits = (np.uint32, 32) if kind == "b64" else (np.uint16, 16)
             for number, part in enumerate(target.strip("{}").split(",")):
-                self.put(part.strip(), (self.value(source, "u32") >> (16 * number)).astype(np.uint16))
+                self.put(part.strip(), (self.value(source, kind) >> (bits * number)).astype(half))
         else:
             self.put(target, self.value(source, kind))
 
@@ -221,9 +301,10 @@ class Warp:
         self.put(operands[0], out.astype(np.uint32))
 
     def do_shfl(self, op, details, operands):
-        assert operands[2] == "0" and self.mask.all()
-        value = self.value(operands[1], "u32")
-        self.put(operands[0].split("|")[0], np.full(LANES, value[0]))
+        assert self.mask.all()
+        value, by = self.value(operands[1], "u32"), int(operands[2])
+        source = np.arange(LANES) ^ by if "bfly" in details else np.full(LANES, by)
+        self.put(operands[0].split("|")[0], value[source])
 
     def do_cvt(self, op, details, operands):
         to, from_ = details[-2:]
@@ -299,7 +380,9 @@ class Warp:
                 self.block.memory.write(int(where[lane]), data)
 
     def do_cp(self, op, details, operands):
-        if "commit_group" in op:
+        if "tensor" in details:
+            self.copy_box(operands)
+        elif "commit_group" in op:
             self.groups.append(self.pending)
             self.pending = []
         elif "wait_group" in op:
@@ -316,6 +399,69 @@ class Warp:
                     data[: exists[lane]] = self.block.memory.read(int(source[lane]), int(exists[lane]))
                 self.memory_of(".shared", int(to[lane]), size)[:] = 0xFF
                 self.pending.append((int(to[lane]), data))
+
+    def copy_box(self, operands: list[str]) -> None:
+        """A box of a tensor to swizzled shared memory; what lies outside the tensor is 0."""
+        (lane,) = np.flatnonzero(self.mask)
+        source, _, coordinates = operands[1].strip("[]").partition(", ")
+        to, signal = (int(self.address(operand)[lane]) for operand in (operands[0], operands[2]))
+        parameter = list(self.block.parameters.values())[int(self.value(source, "u64")[lane]) - PARAMETERS]
+        start = [int(self.value(name.strip(), "s32")[lane]) for name in coordinates.strip("{}").split(",")]
+        width, rows = parameter.box[0], int(np.prod(parameter.box[1:]))
+        assert to % 1024 == 0 and width * 2 == 128
+        for row in range(rows):
+            second = row % parameter.box[1]
+            at = [start[0], start[1] + second, start[2] + row // parameter.box[1]]
+            line = np.zeros(width, np.uint16)
+            outer = sum(place * step for place, step in zip(at[1:], parameter.strides[1:], strict=True))
+            if all(0 <= place < extent for place, extent in zip(at[1:], parameter.extents[1:], strict=True)):
+                first, last = max(0, -at[0]), min(width, parameter.extents[0] - at[0])
+                if first < last:
+                    begin = parameter.address + outer + 2 * (at[0] + first)
+                    line[first:last] = self.block.memory.read(begin, 2 * (last - first)).view(np.uint16)
+            for piece in range(8):
+                place = swizzled(to + 128 * row + 16 * piece)
+                self.memory_of(".shared", place, 16)[:] = line[8 * piece : 8 * piece + 8].view(np.uint8)
+        barrier = self.block.barriers[signal]
+        barrier.bytes -= 2 * width * rows
+        barrier.settle()
+
+    def do_wgmma(self, op, details, operands):
+        assert self.mask.all()
+        if details[0] == "commit_group":
+            self.product_groups.append(self.products)
+            self.products = []
+        elif details[0] == "wait_group":
+            while len(self.product_groups) > int(operands[0]):
+                for product in self.product_groups.pop(0):
+                    self.multiply(*product)
+        elif details[0] == "mma_async":
+            assert operands[3:] == ["p", "1", "1", "0", "1"] and self.value("p", "pred").all()
+            places = [int(self.value(operand, "u64")[0]) for operand in operands[1:3]]
+            names = [name.strip() for name in operands[0].strip("{}").split(",")]
+            for name in names:  # until it was waited for, nobody may look at it
+                self.registers.setdefault(name, GARBAGE)
+            self.products.append((names, *places, details[-1]))
+
+    def multiply(self, names: list[str], a: int, b: int, kind: str) -> None:
+        """Rows 16 w .. + 16 of a product, w the warp in its group: A [64, 16] by rows, B [16, N] by columns of 64."""
+        columns = len(names) * 2
+        (base_a, _, group_a), (base_b, next_b, group_b) = descriptor(a), descriptor(b)
+        rows = 16 * (self.number % 4) + np.arange(16)[:, None]
+        k = np.arange(16)[None, :]
+        mA = self.halves(base_a + rows // 8 * group_a + rows % 8 * 128 + 2 * k, kind)
+        n = np.arange(columns)[None, :]
+        mB = self.halves(base_b + n // 64 * next_b + n % 64 * 2 + k.T % 8 * 128 + k.T // 8 * group_b, kind)
+        product = mA @ mB
+        for number, name in enumerate(names):
+            row, column = GROUP + 8 * (number // 2 % 2), 8 * (number // 4) + 2 * QUAD + number % 2
+            value = self.registers[name].astype(np.uint32).view(np.float32) + product[row, column]
+            self.registers[name] = value.view(np.uint32)
+
+    def halves(self, where: np.ndarray, kind: str) -> np.ndarray:
+        """16-bit elements of swizzled shared memory in fp32."""
+        words = self.block.shared.view(np.uint16)[(swizzled(where) - SHARED) // 2]
+        return pair(words.astype(np.uint32), kind)[0]
 
     def do_ldmatrix(self, op, details, operands):
         assert self.mask.all()
@@ -344,6 +490,17 @@ class Warp:
         mC = mC + mA @ mB
         for number, name in enumerate(d):
             self.put(name, mC[GROUP + 8 * (number // 2), 2 * QUAD + number % 2])
+
+
+def swizzled(place):
+    """Where a byte lies in the 128-byte swizzle: 16-byte pieces change places by the row of eight."""
+    return place ^ (place >> 7 & 7) << 4
+
+
+def descriptor(bits: int) -> tuple[int, int, int]:
+    """(first byte, leading and stride offset in bytes) of a matrix in shared memory."""
+    assert bits >> 62 == 1 and bits >> 49 & 7 == 0, "another swizzle"
+    return tuple((bits >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
 
 
 def pair(words: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:

@@ -92,6 +92,7 @@ DENSE_AXES = {
     "bias": (False, True),
     "activation": (None, "silu", "relu", "gelu"),
     "outputs": (64, 128),
+    "inputs": (64, 256),
     "tokens": (256, 250, 251),
     "unaligned": (False, True),
 }
@@ -428,6 +429,19 @@ def test_the_backward_copies_16_bytes_at_a_time(artifacts):
     assert set(re.findall(r"(cp\.async\.c\w)\.[^;]*, (\d+), ", ptx)) == {("cp.async.cg", "16")}
 
 
+def test_the_dense_convolution_uses_the_tensor_cores(artifacts):
+    for arch in contract.ARCHITECTURES:
+        specs = [*specifications(dense(activation="silu"), arch), *specifications(dense_backward(outputs=64), arch)]
+        instructions = [re.findall(r"\b(wgmma\.mma_async|mma\.sync)", artifacts(spec)[0]) for spec in specs]
+        kinds = ["wgmma.mma_async" if arch == "sm_90a" else "mma.sync"] * 2 + ["mma.sync"]
+        assert [set(found) for found in instructions] == [{kind} for kind in kinds], arch
+    for inputs, tile in ((64, 128), (256, 256)):
+        (spec,) = specifications(dense(inputs=inputs))
+        ptx, _ = artifacts(spec)
+        assert f"wgmma.mma_async.sync.aligned.m64n{tile}k16.f32.bf16.bf16" in ptx
+        assert "cp.async.bulk.tensor.3d" in ptx
+
+
 # Calls that differ in sizes, strides and counts alone, within one family of alignment.
 SAME = {
     "update": [update(rows=n, channels=d, sliced=n > 1) for n, d in ((1, 512), (8, 2048), (600, 64), (33, 8))],
@@ -467,6 +481,8 @@ SAME = {
     "backward-channel-first": [
         backward(layout="channel-first", channels=d, size=size) for d, size in ((64, LARGE), (3, (5, 8)))
     ],
+    "dense": [dense(outputs=m, inputs=c, tokens=t) for m, c, t in ((128, 256, 256), (640, 512, 8), (65, 1000, 8192))],
+    "dense-rows": [dense(outputs=m, inputs=c, tokens=t) for m, c, t in ((64, 64, 251), (3, 1, 9))],
     "states": [states(channels=d, size=size) for d, size in ((64, SMALL), (63, (5, 1)))],
 }
 
@@ -493,6 +509,8 @@ def test_a_second_call_compiles_nothing(tmp_path, monkeypatch):
 def test_every_kernel_is_compiled_for_every_architecture(arch):
     folder = pathlib.Path(jit.__file__).parent / "device"
     kernel_files = {path.stem for path in folder.glob("*.py") if re.search("^def build", path.read_text(), re.M)}
+    if arch != "sm_90a":
+        kernel_files.remove("dense_wgmma")  # instructions that no other architecture has
     assert {type(spec).__module__.rpartition(".")[2] for spec in FAMILIES if spec.arch == arch} == kernel_files
 
 

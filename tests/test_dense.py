@@ -86,6 +86,17 @@ def close(got, want, size, dtype, slack=1.0):
     assert not (excess > 0).any() and not got.isnan().any(), f"{excess.max().item():.2e} beyond the bound"
 
 
+def gradients(tensors, dilation, dy):
+    """For each of x, weight and bias the gradient in float64, and the sum of the magnitudes that lead to it."""
+    found = []
+    for size in (False, True):
+        leaves = [tensor.detach().double() for tensor in tensors]
+        leaves = [(leaf.abs() if size else leaf).requires_grad_() for leaf in leaves]
+        given = dy.double().abs() if size else dy.double()
+        found.append(torch.autograd.grad(reference(*leaves, dilation)[0], leaves, given))
+    return list(zip(*found, strict=True))
+
+
 def serve_like(layout, x):
     """The same values in other memory."""
     if layout == "channel-last":
@@ -134,14 +145,10 @@ def test_gradients(device, dtype, dy_layout):
         dy = dy[:1, :1, :1].expand(y.shape) if dy_layout == "expanded" and dy.numel() else serve_like(dy_layout, dy)
         found = torch.autograd.grad(y, (x, weight, bias), dy, retain_graph=True)
         again = torch.autograd.grad(y, (x, weight, bias), dy)
-        wide = [tensor.detach().double().requires_grad_() for tensor in (x, weight, bias)]
-        want = torch.autograd.grad(reference(*wide, shape[4])[0], wide, dy.double())
-        sizes = [tensor.detach().double().abs().requires_grad_() for tensor in (x, weight, bias)]
-        size = torch.autograd.grad(reference(*sizes, shape[4])[0], sizes, dy.double().abs())
-        for one, other, expected, magnitude in zip(found, again, want, size, strict=True):
-            assert one.dtype == dtype and one.shape == expected.shape
+        for one, other, wanted in zip(found, again, gradients((x, weight, bias), shape[4], dy), strict=True):
+            assert one.dtype == dtype and one.shape == wanted[0].shape
             assert torch.equal(one, other), "not the same bits twice"
-            close(one, expected, magnitude, dtype, slack=1.3)
+            close(one, *wanted, dtype, slack=1.3)
 
 
 def test_some_gradients_alone(device):
@@ -288,6 +295,65 @@ def test_compiled(options, dynamic, device):
         assert torch.equal(y, layer(x))
         (dx,) = torch.autograd.grad(y.sum(), x)
         assert torch.equal(dx, torch.autograd.grad(layer(x).sum(), x)[0])
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_rules_are_asked_while_a_graph_is_traced(dynamic):
+    layer = CausalConv1d(4, 6, 3, dilation=2)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(environment._facts, torch.device("cpu"), gpu_facts())
+        for tokens in (9, 16):
+            x = torch.randn(2, 4, tokens)
+            torch.testing.assert_close(compiled(x), layer(x))
+            assert str(accel.last_route("conv1d")) == "fallback:dtype"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [8192, 8191])
+def test_no_memory_but_the_output_and_the_weights(tokens):
+    x, weight, bias = made("cuda", BF16, (4, 128, 128, 5, 8, tokens))
+    ops.causal_conv1d_dense(x, weight, bias, dilation=8)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    y = ops.causal_conv1d_dense(x, weight, bias, dilation=8)
+    # the allocator rounds to 512 bytes
+    assert torch.cuda.max_memory_allocated() - before <= y.nbytes + weight.nbytes + 2048
+
+
+@pytest.mark.gpu
+def test_captured_in_a_cuda_graph():
+    x, weight, bias = made("cuda", BF16, (2, 64, 96, 3, 2, 520), leaf=True)
+    dy = torch.randn(2, 96, 520).to(x)
+
+    def step():
+        y = ops.causal_conv1d_dense(x, weight, bias, dilation=2)
+        return y, *torch.autograd.grad(y, (x, weight, bias), dy)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        x.copy_(torch.randn_like(x))
+    graph.replay()
+    for one, other in zip(captured, step(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1 << 20, (1 << 20) + 1])
+def test_more_elements_than_32_bits_count(tokens):
+    x = torch.randn(33, 64, tokens, device="cuda", dtype=BF16)
+    weight = torch.randn(64, 64, 3, device="cuda", dtype=BF16)
+    y = ops.causal_conv1d_dense(x, weight, dilation=5)
+    assert torch.equal(y[-1:], ops.causal_conv1d_dense(x[-1:], weight, dilation=5))
 
 
 @pytest.mark.parametrize("bias", [True, False])

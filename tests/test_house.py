@@ -26,7 +26,7 @@ FLOORS = (
         "kernels.conv_bwd_*",
         "kernels.conv_reduce",
     ),
-    ("kernels.dense_weight",),
+    ("kernels.dense_weight", "kernels.dense_wgmma"),
     ("kernels.conv_bwd", "kernels.dense"),
     ("kernels.device", "kernels.device.compiler"),
     ("kernels.device.tokens", "kernels.device.packing", "kernels.device.slots", "kernels.device.last_tokens"),

@@ -84,10 +84,11 @@ class DenseWeight:
                 stage = (i + 1 - begin_) % STAGES
                 self.place_both(mDy, mX, rDy, rX, sA, sB, i + 1, per_row, m, n, shift, stage, tid)
             cute.arch.sync_threads()
-        for i in cutlass.range_constexpr(cute.size(product.rSum)):
-            row, column = m + tC[i][0], n + tC[i][1]
-            if row < mPartial.shape[2] and column < mPartial.shape[3]:
-                mPartial[part, tap, row, column] = product.rSum[i]
+        for pair in cutlass.range_constexpr(cute.size(product.rSum) // 2):
+            row, column = m + tC[2 * pair][0], n + tC[2 * pair][1]
+            for j in cutlass.range_constexpr(2):
+                if row < mPartial.shape[2] and column + j < mPartial.shape[3]:
+                    mPartial[part, tap, row, column + j] = product.rSum[2 * pair + j]
 
     def place(self, mPartial: cute.Tensor) -> tuple[Int32, Int32, Int32, Int32]:
         """(first output channel, first input channel, tap, part) of this block; blocks of the same tokens neighbour."""
