@@ -436,22 +436,26 @@ class Warp:
                 for product in self.product_groups.pop(0):
                     self.multiply(*product)
         elif details[0] == "mma_async":
-            assert operands[3:] == ["p", "1", "1", "0", "1"] and self.value("p", "pred").all()
+            assert operands[3:7] == ["p", "1", "1", "0"] and self.value("p", "pred").all()
             places = [int(self.value(operand, "u64")[0]) for operand in operands[1:3]]
             names = [name.strip() for name in operands[0].strip("{}").split(",")]
             for name in names:  # until it was waited for, nobody may look at it
                 self.registers.setdefault(name, GARBAGE)
-            self.products.append((names, *places, details[-1]))
+            self.products.append((names, *places, operands[7] == "1", details[-1]))
 
-    def multiply(self, names: list[str], a: int, b: int, kind: str) -> None:
-        """Rows 16 w .. + 16 of a product, w the warp in its group: A [64, 16] by rows, B [16, N] by columns of 64."""
+    def multiply(self, names: list[str], a: int, b: int, turned: bool, kind: str) -> None:
+        """Rows 16 w .. + 16 of a product, w the warp in its group. A [64, 16] and B [N, 16] lie by rows, in eights;
+        or, `turned`, B lies by columns, in pieces of 64.
+        """
         columns = len(names) * 2
         (base_a, _, group_a), (base_b, next_b, group_b) = descriptor(a), descriptor(b)
         rows = 16 * (self.number % 4) + np.arange(16)[:, None]
         k = np.arange(16)[None, :]
         mA = self.halves(base_a + rows // 8 * group_a + rows % 8 * 128 + 2 * k, kind)
         n = np.arange(columns)[None, :]
-        mB = self.halves(base_b + n // 64 * next_b + n % 64 * 2 + k.T % 8 * 128 + k.T // 8 * group_b, kind)
+        by_columns = base_b + n // 64 * next_b + n % 64 * 2 + k.T % 8 * 128 + k.T // 8 * group_b
+        by_rows = base_b + n // 8 * group_b + n % 8 * 128 + 2 * k.T
+        mB = self.halves(by_columns if turned else by_rows, kind)
         product = mA @ mB
         for number, name in enumerate(names):
             row, column = GROUP + 8 * (number // 2 % 2), 8 * (number // 4) + 2 * QUAD + number % 2

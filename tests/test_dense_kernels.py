@@ -9,7 +9,7 @@ from ptx import Block, Memory, Program, TensorMap, tensor_parameter
 from test_dense import close, gpu_facts, gradients, reference, serve_like
 
 from accel import environment, ops
-from accel.kernels import jit
+from accel.kernels import dense_weight, jit
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 cute = importlib.import_module("cutlass.cute")
@@ -21,17 +21,26 @@ def ceil(a, b):
     return -(-a // b)
 
 
+def blocks_of_product(spec, packed, source, bias, out, *_):
+    return ceil(out.shape[1], spec.tile_m) * ceil(out.shape[2], getattr(spec, "tile_n", 128)) * out.shape[0]
+
+
+def blocks_of_weight(spec, dy, x, partial, *_):
+    parts, taps, outputs, inputs = partial.shape
+    return ceil(outputs, spec.tile_m) * ceil(inputs, spec.tile_n) * taps * parts
+
+
 # Blocks of a launch, as the kernels' hosts count them
 GRIDS = {
-    "DenseSpec": lambda spec, packed, source, bias, out, *_: (
-        ceil(out.shape[1], spec.tile_m) * ceil(out.shape[2], 128) * out.shape[0]
-    ),
-    "DenseWgmmaSpec": lambda spec, packed, source, bias, out, *_: (
-        ceil(out.shape[1], spec.tile_m) * ceil(out.shape[2], spec.tile_n) * out.shape[0]
-    ),
-    "DenseWeightSpec": lambda spec, dy, x, partial, *_: (
-        ceil(partial.shape[2], spec.tile_m) * ceil(partial.shape[3], spec.tile_n) * partial.shape[1] * partial.shape[0]
-    ),
+    "DenseSpec": blocks_of_product,
+    "DenseWgmmaSpec": blocks_of_product,
+    "DenseWeightSpec": blocks_of_weight,
+    "DenseWeightWgmmaSpec": blocks_of_weight,
+}
+# Rows of 64 elements in a box of either operand, and its axes from the innermost on
+BOXES = {
+    "DenseWgmmaSpec": lambda spec: ((spec.tile_m, (1, 0, 2)), (64, (0, 1, 2))),
+    "DenseWeightWgmmaSpec": lambda spec: ((spec.tile_m, (1, 0, 2)), (spec.tile_n, (1, 0, 2))),
 }
 
 
@@ -59,10 +68,10 @@ def interpreted(tmp_path, monkeypatch):
         code, memory, parameters, placed = program(spec), Memory(), [], []
         given = [argument for argument in arguments if argument is not None]
         sizes = code.sizes
-        if type(spec).__name__ == "DenseWgmmaSpec":
+        if boxes := BOXES.get(type(spec).__name__):
             # the plan of the product, and for each of its operands a tensor map and extents
             parameters.append(bytes(1))
-            for argument, rows, axes in ((given[0], spec.tile_m, (1, 0, 2)), (given[1], 64, (0, 1, 2))):
+            for argument, (rows, axes) in zip(given, boxes(spec), strict=False):
                 storage = torch.empty(0, dtype=torch.uint8).set_(argument.untyped_storage())
                 address = memory.place(storage.numpy().tobytes()) + 2 * argument.storage_offset()
                 extents, strides = zip(
@@ -87,6 +96,7 @@ def interpreted(tmp_path, monkeypatch):
             storage.copy_(torch.from_numpy(memory.read(address, storage.numel())))
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dense_weight, "SHARE", 64)  # so that few tokens are shared by several blocks
         patch.setattr(jit, "get", lambda spec: functools.partial(launch, spec))
         yield launched
 

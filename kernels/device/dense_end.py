@@ -1,4 +1,4 @@
-"""What happens to a finished sum of the dense convolution: bias, activation, one rounding, the store."""
+"""What happens to a finished sum of the dense convolution: bias, activation, one rounding, the store; or the store."""
 
 from __future__ import annotations
 
@@ -114,3 +114,15 @@ def trade(rWord: cute.Tensor, lane: Int32, bit: int) -> None:
             other = cute.arch.shuffle_sync_bfly(cutlass.select_(upper, low, high), bit)
             rWord[i] = cutlass.select_(upper, other, low)
             rWord[i + bit] = cutlass.select_(upper, high, other)
+
+
+@cute.jit
+def store_partial(
+    rSum: cute.Tensor, tC: cute.Tensor, mPartial: cute.Tensor, part: Int32, tap: Int32, m: Int32, n: Int32
+):
+    """A thread's sums of the tile at (m, n) of a weight gradient, as they are."""
+    for pair in cutlass.range_constexpr(cute.size(rSum) // 2):
+        row, column = m + tC[2 * pair][0], n + tC[2 * pair][1]
+        for j in cutlass.range_constexpr(2):
+            if row < mPartial.shape[2] and column + j < mPartial.shape[3]:
+                mPartial[part, tap, row, column + j] = rSum[2 * pair + j]

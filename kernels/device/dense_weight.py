@@ -14,6 +14,7 @@ from cutlass import Int32, const_expr
 from accel.kernels.dense_weight import CHUNK, DenseWeightSpec
 from accel.kernels.device import has_dependent_launch
 from accel.kernels.device.compiler import compile_for, fake
+from accel.kernels.device.dense_end import store_partial
 from accel.kernels.device.dense_product import add, begin, make_mma
 from accel.kernels.device.dense_rows import PAD, THREADS, WORDS, copy_rows, fetch_rows, place_rows, vectors_of
 
@@ -84,11 +85,7 @@ class DenseWeight:
                 stage = (i + 1 - begin_) % STAGES
                 self.place_both(mDy, mX, rDy, rX, sA, sB, i + 1, per_row, m, n, shift, stage, tid)
             cute.arch.sync_threads()
-        for pair in cutlass.range_constexpr(cute.size(product.rSum) // 2):
-            row, column = m + tC[2 * pair][0], n + tC[2 * pair][1]
-            for j in cutlass.range_constexpr(2):
-                if row < mPartial.shape[2] and column + j < mPartial.shape[3]:
-                    mPartial[part, tap, row, column + j] = product.rSum[2 * pair + j]
+        store_partial(product.rSum, tC, mPartial, part, tap, m, n)
 
     def place(self, mPartial: cute.Tensor) -> tuple[Int32, Int32, Int32, Int32]:
         """(first output channel, first input channel, tap, part) of this block; blocks of the same tokens neighbour."""

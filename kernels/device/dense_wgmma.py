@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
 from accel.kernels.dense_wgmma import DEPTH, DenseWgmmaSpec
 from accel.kernels.device.compiler import CUTE_DTYPE, compile_for, fake
 from accel.kernels.device.dense_end import finish_rows
-
-GROUP = 128  # threads of a warp group
-THREADS = 2 * GROUP + 32
+from accel.kernels.device.dense_groups import COPIER, THREADS, claim, open_ring, sum_products
 
 
 class DenseWgmma:
@@ -98,24 +96,15 @@ class DenseWgmma:
         dtype = CUTE_DTYPE[spec.dtype]
         sA = smem.allocate_tensor(dtype, tile_a.outer, 1024, tile_a.inner)
         sB = smem.allocate_tensor(dtype, tile_b.outer, 1024, tile_b.inner)
-        full, empty = (smem.allocate_array(Int64, self.stages) for _ in range(2))
-        if warp == 0:
-            cpasync.prefetch_descriptor(box_a)
-            cpasync.prefetch_descriptor(box_b)
-            with cute.arch.elect_one():
-                for stage in cutlass.range_constexpr(self.stages):
-                    cute.arch.mbarrier_init(full + stage, 1)
-                    cute.arch.mbarrier_init(empty + stage, 2 * GROUP // 32)
-            cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        ring = open_ring(smem, self.stages, (box_a, box_b), warp)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         _, depth, taps = tA.shape
         chunks = cute.ceil_div(depth, DEPTH)
-        if warp == 2 * GROUP // 32:
-            self.copy(box_a, tA, box_b, tB, sA, sB, full, empty, b, m, t, taps, chunks, first, step)
+        if warp == COPIER:
+            self.copy(box_a, tA, box_b, tB, sA, sB, ring, b, m, t, taps, chunks, first, step)
         else:
-            self.multiply(mma, sA, sB, full, empty, mBias, mOut, taps * chunks, b, m, t, tid)
+            self.multiply(mma, sA, sB, ring, mBias, mOut, taps * chunks, b, m, t, tid)
 
     def place(self, mOut: cute.Tensor) -> tuple[Int32, Int32, Int32]:
         """(batch row, tile of channels, tile of tokens) of this block; blocks of the same tokens are neighbours."""
@@ -128,7 +117,7 @@ class DenseWgmma:
 
     @cute.jit
     def copy(
-        self, box_a, tA, box_b, tB, sA, sB, full, empty, b: Int32, m: Int32, t: Int32, taps: Int32, chunks: Int32,
+        self, box_a, tA, box_b, tB, sA, sB, ring, b: Int32, m: Int32, t: Int32, taps: Int32, chunks: Int32,
         first: Int32, step: Int32,
     ):  # fmt: skip
         """The copying warp: every step into the next stage, as soon as both groups have left it."""
@@ -141,37 +130,17 @@ class DenseWgmma:
             to_b, from_b = cpasync.tma_partition(box_b, 0, one, cute.group_modes(sB, 0, 2), cute.group_modes(gB, 0, 2))
             for chunk in range(chunks):
                 i = tap * chunks + chunk
-                stage, turn = i % self.stages, i // self.stages
-                if turn > 0:
-                    cute.arch.mbarrier_wait(empty + stage, (turn - 1) & 1)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.bytes_of_stage)
-                cute.copy(box_a, from_a[None, chunk, tap], to_a[None, stage], tma_bar_ptr=full + stage)
-                cute.copy(box_b, from_b[None, chunk], to_b[None, stage], tma_bar_ptr=full + stage)
+                claim(ring, i, self.stages, self.bytes_of_stage)
+                stage = i % self.stages
+                cute.copy(box_a, from_a[None, chunk, tap], to_a[None, stage], tma_bar_ptr=ring.full + stage)
+                cute.copy(box_b, from_b[None, chunk], to_b[None, stage], tma_bar_ptr=ring.full + stage)
 
     @cute.jit
-    def multiply(
-        self, mma, sA, sB, full, empty, mBias, mOut, count: Int32, b: Int32, m: Int32, t: Int32, tid: Int32
-    ):  # fmt: skip
-        """A multiplying group: one product is always in flight while the stage before it is given back."""
+    def multiply(self, mma, sA, sB, ring, mBias, mOut, count: Int32, b: Int32, m: Int32, t: Int32, tid: Int32):
+        """A multiplying group."""
         spec = self.spec
-        part = mma.get_slice(cute.arch.make_warp_uniform(tid // GROUP) * GROUP)
-        fA = mma.make_fragment_A(part.partition_A(sA))
-        fB = mma.make_fragment_B(part.partition_B(sB))
         rSum = cute.make_rmem_tensor(mma.partition_shape_C((spec.tile_m, spec.tile_n)), Float32)
-        rSum.fill(0.0)
-        mma.set(warpgroup.Field.ACCUMULATE, True)
-        for i in range(count):
-            stage = i % self.stages
-            cute.arch.mbarrier_wait(full + stage, (i // self.stages) & 1)
-            warpgroup.fence()
-            for k in cutlass.range_constexpr(cute.size(fA, mode=[2])):
-                cute.gemm(mma, rSum, fA[None, None, k, stage], fB[None, None, k, stage], rSum)
-            warpgroup.commit_group()
-            warpgroup.wait_group(1)
-            if i > 0 and tid % 32 == 0:
-                cute.arch.mbarrier_arrive(empty + (i - 1) % self.stages)
-        warpgroup.wait_group(0)
+        sum_products(mma, sA, sB, rSum, ring, count, self.stages, tid)
         tC = mma.get_slice(tid).partition_C(cute.make_identity_tensor((spec.tile_m, spec.tile_n)))
         finish_rows(spec, rSum, tC, mBias, mOut, b, m * spec.tile_m, t * spec.tile_n)
 
