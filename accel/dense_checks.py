@@ -46,10 +46,8 @@ RULES = (
     Rule(
         Reason.SHAPE,
         "x",
-        f"channels, tokens and (K-1) * dilation up to {DENSE.max_extent}",
-        lambda call: any(
-            extent > DENSE.max_extent for extent in (*call.x.shape[1:], call.weight.shape[0], reach(call))
-        ),
+        f"extents and (K-1) * dilation up to {DENSE.max_extent}",
+        lambda call: any(n > DENSE.max_extent for n in (*call.x.shape, call.weight.shape[0], reach(call))),
         lambda call: f"{list(call.x.shape)} with a reach of {reach(call)}",
     ),
 )

@@ -52,7 +52,7 @@ CONV = Contract("causal_conv1d", _DTYPES, (torch.float32,), 2, 8, _ACTIVATIONS)
 class DenseContract:
     """The limits of the dense convolution's kernels; weight and bias have x's dtype, and any K and dilation will do.
 
-    dtypes: what the tensor cores multiply. max_extent: channels, tokens and reach of the filter, (K-1) * dilation.
+    dtypes: what the tensor cores multiply. max_extent: of x, of the channels, and of (K-1) * dilation.
     """
 
     op: str

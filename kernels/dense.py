@@ -13,7 +13,8 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     m, c, taps = weight.shape
     whole = -(-c // VECTOR) * VECTOR
     packed = torch.empty((taps, m, whole), dtype=weight.dtype, device=weight.device)
-    packed[:, :, c:].zero_()
+    if c < whole:
+        packed[:, :, c:].zero_()
     packed[:, :, :c].copy_(weight.permute(2, 0, 1))
     return packed
 

@@ -297,6 +297,18 @@ def test_compiled(options, dynamic, device):
         assert torch.equal(dx, torch.autograd.grad(layer(x).sum(), x)[0])
 
 
+def test_exported_and_checkpointed(device):
+    layer = CausalConv1d(4, 6, 3, dilation=2, device=device, dtype=BF16)
+    x = torch.randn(2, 4, 9).to(device, BF16).requires_grad_()
+    program = torch.export.export(layer, (x.detach(),))
+    called = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    assert called == [torch.ops.accel.causal_conv1d_dense.default]
+    assert torch.equal(program.module()(x.detach()), layer(x))
+    y = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+    again, once = (torch.autograd.grad(out.float().sum(), x)[0] for out in (y, layer(x)))
+    assert torch.equal(again, once)
+
+
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_rules_are_asked_while_a_graph_is_traced(dynamic):
     layer = CausalConv1d(4, 6, 3, dilation=2)
@@ -539,6 +551,23 @@ def test_a_new_model_while_it_is_on(restored):
             model["m0"](torch.randn(1, 4, 5))
         assert [route.path for route in routes] == [path]
         accel.accelerate("conv1d", model=model)
+
+
+def test_a_served_module_compiled_and_under_autocast(restored):
+    model, x = model_of(Padded(4, 4, 3)), torch.randn(1, 4, 9)
+    want = model["m0"](x)
+    accel.accelerate("conv1d", model=model)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(model["m0"], backend="aot_eager", fullgraph=True)(x), want)
+    assert str(accel.last_route()) == "native:cpu"
+    with torch.autocast("cpu", BF16):
+        assert model["m0"](x).dtype is BF16
+    assert str(accel.last_route()) == "native:cpu"
+
+
+def test_what_has_no_backend_is_torchs():
+    y = ops.causal_conv1d_dense(torch.randn(1, 2, 8, device="meta"), torch.randn(3, 2, 2, device="meta"))
+    assert y.shape == (1, 3, 8) and str(accel.last_route("conv1d")) == "fallback:device"
 
 
 def test_other_calls_of_a_served_module_go_to_the_original(restored):
