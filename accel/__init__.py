@@ -4,6 +4,7 @@ from accel import accelerate_fla
 accelerate_fla(targets="short_conv")
 """
 
+from accel import nn
 from accel.dispatch import explain
 from accel.environment import check
 from accel.errors import AccelError, PackedMetadataError, StateIndexError
@@ -35,6 +36,7 @@ __all__ = [
     "explain",
     "is_accelerated",
     "last_route",
+    "nn",
     "record_routes",
     "reset_routes",
     "restore",

@@ -11,17 +11,18 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from accel.call import ROWS, BackwardCall, ConvCall, StatesCall, UpdateCall
+from accel.call import ROWS, BackwardCall, ConvCall, DenseCall, StatesCall, UpdateCall
+from accel.checks import device_checks
+from accel.dense_checks import dense_checks
 from accel.environment import DeviceFacts
 from accel.kernels.contract import CONV, UPDATE, Contract, is_channel_last
 from accel.memory import overlap, overlaps_itself, shared
 from accel.reasons import Decline, Reason
-from accel.tracing import abstract, in_transform, kinds_like
 
 _INT_DTYPES = (torch.int32, torch.int64)
 
 
-def admit(call: UpdateCall | ConvCall | BackwardCall | StatesCall, facts: DeviceFacts) -> Decline | None:
+def admit(call: UpdateCall | ConvCall | BackwardCall | StatesCall | DenseCall, facts: DeviceFacts) -> Decline | None:
     """None where the call is native, else the first failed check."""
     for decline in CHECKS[type(call)](call, facts):  # older torch.compile knows no next() with a default
         return decline
@@ -32,7 +33,7 @@ def update_checks(call: UpdateCall, facts: DeviceFacts) -> Iterator[Decline]:
     """Every failed check of an update."""
     x, form, state, weight, bias, residual, activation, cache_seqlens, indices, _, intermediate = call
     tensors = (x, state, weight, bias, residual, cache_seqlens, indices, intermediate)
-    failed, plain = _device_checks(x, _UPDATE_NAMES, tensors, facts)
+    failed, plain = device_checks(x, _UPDATE_NAMES, tensors, facts)
     yield from failed
     if not plain:
         return
@@ -96,37 +97,6 @@ _UPDATE = "x conv_state weight bias residual cache_seqlens conv_state_indices in
 _UPDATE_NAMES = tuple(_UPDATE.split())
 
 
-def _device_checks(
-    x: Tensor, names: tuple[str, ...], tensors: tuple[Tensor | None, ...], facts: DeviceFacts
-) -> tuple[list[Decline], bool]:
-    """Failed checks of every tensor alone, and whether all are plain, so that their metadata can be asked for."""
-    failed, plain = [], True  # no generator: torch.compile takes the result of a `yield from` for None
-    if facts.disabled:
-        failed.append(Decline(Reason.DISABLED, "ACCEL_DISABLE", "unset", "1", NotImplementedError))
-    if in_transform():
-        failed.append(Decline(Reason.FUNCTORCH, "x", "no torch.func transform", "a transform", NotImplementedError))
-    device = facts.device
-    traced, kinds = abstract(x), kinds_like(x)
-    for name, tensor in zip(names, tensors, strict=True):
-        if tensor is None:
-            if name == "weight":
-                plain = False
-                failed.append(Decline(Reason.UNSUPPORTED_ARGUMENT, name, "a tensor", "None", TypeError))
-        else:
-            if type(tensor) not in kinds or tensor.layout is not torch.strided or tensor.is_nested:
-                plain = False
-                found = type(tensor).__name__ if type(tensor) not in kinds else "a sparse or nested one"
-                failed.append(Decline(Reason.TENSOR_SUBCLASS, name, "a plain tensor", found, TypeError))
-            elif not traced and tensor.is_neg():
-                failed.append(Decline(Reason.LAYOUT, name, "memory that holds its values", "a negated view"))
-            elif tensor.device != device:
-                failed.append(Decline(Reason.DEVICE, name, f"a tensor on {device}", f"one on {tensor.device}"))
-    if facts.backend is None:
-        reason = Reason.ARCH if device.type == "cuda" else Reason.DEVICE
-        failed.append(Decline(reason, "x", "a device that a backend serves", facts.detail, NotImplementedError))
-    return failed, plain
-
-
 def _x_checks(x: Tensor, d: int, contract: Contract) -> Iterator[Decline]:
     if x.dtype not in contract.dtypes:
         yield Decline(Reason.DTYPE, "x", _dtypes(contract.dtypes), f"{x.dtype}", TypeError)
@@ -167,7 +137,7 @@ def conv_checks(call: ConvCall, facts: DeviceFacts) -> Iterator[Decline]:
     """Every failed check of a full-sequence call."""
     x, weight, bias, residual, activation, cu_seqlens, seq_idx, initial, _, final, state_len, _, channel_last = call
     tensors = (x, weight, bias, residual, cu_seqlens, seq_idx, initial, final)
-    failed, plain = _device_checks(x, _CONV_NAMES, tensors, facts)
+    failed, plain = device_checks(x, _CONV_NAMES, tensors, facts)
     yield from failed
     if not plain:
         return
@@ -239,7 +209,7 @@ def backward_checks(call: BackwardCall, facts: DeviceFacts) -> Iterator[Decline]
     for name, gradient, shape in gradients:
         if gradient is None:
             continue
-        failed, plain = _device_checks(x, (name,), (gradient,), facts)
+        failed, plain = device_checks(x, (name,), (gradient,), facts)
         yield from failed
         if not plain:
             return
@@ -258,7 +228,7 @@ def backward_checks(call: BackwardCall, facts: DeviceFacts) -> Iterator[Decline]
 def states_checks(call: StatesCall, facts: DeviceFacts) -> Iterator[Decline]:
     """Every failed check of a call for the last tokens of each sequence."""
     x, initial, cu_seqlens, state_len, _ = call
-    failed, plain = _device_checks(x, ("x", "initial_states", "cu_seqlens"), (x, initial, cu_seqlens), facts)
+    failed, plain = device_checks(x, ("x", "initial_states", "cu_seqlens"), (x, initial, cu_seqlens), facts)
     yield from failed
     if not plain:
         return
@@ -296,4 +266,10 @@ _CONV_NAMES = ("x", "weight", "bias", "residual", "cu_seqlens", "seq_idx", "init
 _BACKWARD_NAMES = ("x", "dy", "dfinal_states", *_CONV_NAMES[1:-1])
 
 
-CHECKS = {UpdateCall: update_checks, ConvCall: conv_checks, BackwardCall: backward_checks, StatesCall: states_checks}
+CHECKS = {
+    UpdateCall: update_checks,
+    ConvCall: conv_checks,
+    BackwardCall: backward_checks,
+    StatesCall: states_checks,
+    DenseCall: dense_checks,
+}

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from torch.compiler import is_dynamo_compiling
 
 from accel import admission, environment
-from accel.call import BackwardCall, ConvCall, InnerCall, StatesCall, UpdateCall
-from accel.ops import conv, gradients, states, update
+from accel.call import BackwardCall, ConvCall, DenseCall, InnerCall, StatesCall, UpdateCall
+from accel.ops import conv, dense, gradients, states, update
 from accel.reasons import Decline, Reason
 from accel.routes import Route, amend, note, profiler_range, profiling, record
 
@@ -36,6 +36,7 @@ OPERATIONS: dict[type, Operation] = {
     ConvCall: Operation(conv.prepare, conv.run),
     BackwardCall: Operation(admission.admit, gradients.run_backward),
     StatesCall: Operation(admission.admit, states.run),
+    DenseCall: Operation(admission.admit, dense.run),
 }
 
 

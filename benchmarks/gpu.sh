@@ -40,6 +40,8 @@ step() { # NAME -> its default limit in seconds and its command
     conv) limit=420 command="python3 -m benchmarks.conv --out $OUT/conv.json" ;;
     conv-quick) limit=300 command="python3 -m benchmarks.conv --quick --out $OUT/conv.json" ;;
     conv-ours) limit=120 command="python3 -m benchmarks.conv --quick --only 'accel (ops),gluon' --out $OUT/conv-ours.json" ;;
+    dense) limit=420 command="python3 -m benchmarks.dense --out $OUT/dense.json" ;;
+    dense-quick) limit=150 command="python3 -m benchmarks.dense --kinds bf16 --no-compiled --out $OUT/dense.json" ;;
     e2e-decode) limit=180 command="python3 -m benchmarks.e2e_decode --out $OUT/e2e_decode.json" ;;
     e2e-decode-graph) limit=180 command="python3 -m benchmarks.e2e_decode --mode graph --tokens 128 --out $OUT/e2e_decode_graph.json" ;;
     e2e-decode-compiled) limit=400 command="python3 -m benchmarks.e2e_decode --mode compiled --batches 1 --out $OUT/e2e_decode_compiled.json" ;;

@@ -15,7 +15,7 @@ from accel.reasons import Decline
 @functools.cache
 def kernels() -> ModuleType:
     """`accel.kernels` with its launchers loaded; the compiler is imported where a kernel is not on the disk."""
-    for name in ("conv_update", "conv_update_tokens", "conv_fwd", "conv_bwd", "last_tokens"):
+    for name in ("conv_update", "conv_update_tokens", "conv_fwd", "conv_bwd", "dense", "last_tokens"):
         importlib.import_module(f"accel.kernels.{name}")
     return importlib.import_module("accel.kernels")
 

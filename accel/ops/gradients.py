@@ -60,7 +60,7 @@ def gradients(
     )
     found = run_backward(call, ctx.facts)
     if torch.is_grad_enabled():
-        found = _Once.apply(x, weight, *found)
+        found = Once.apply(x, weight, *found)
     dx, dweight, dbias, dinitial = found
     dresidual = dy if needs_residual else None
     if dresidual is not None and seq_idx is not None:
@@ -68,7 +68,7 @@ def gradients(
     return dx, dweight, dbias, dresidual, dinitial
 
 
-class _Once(torch.autograd.Function):
+class Once(torch.autograd.Function):
     """Passes gradients on and refuses to be differentiated: under create_graph they would look like constants."""
 
     @staticmethod

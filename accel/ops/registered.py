@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from accel.admission import admit
-from accel.call import BackwardCall, ConvCall, StatesCall, UpdateCall
+from accel.call import BackwardCall, ConvCall, DenseBackwardCall, DenseCall, StatesCall, UpdateCall
+from accel.dense_checks import dense_errors, first
 from accel.environment import facts
-from accel.ops import conv, gradients, outputs, states, update
+from accel.ops import conv, dense, gradients, outputs, states, update
 from accel.ops.door import refuse
 from accel.reasons import Decline
 
@@ -108,6 +109,38 @@ def _states_fake(*arguments) -> Tensor:
     return states.allocate(StatesCall(*arguments))
 
 
+def _dense(*arguments) -> Tensor:
+    call = DenseCall(*arguments)
+    refuse(dense.NAME[1], first(dense_errors(call)))
+    return dense.forward(call, facts(call.x.device))
+
+
+def _dense_fake(*arguments) -> Tensor:
+    return dense.allocate(DenseCall(*arguments))
+
+
+def _dense_keep(ctx, inputs: tuple, output: Tensor) -> None:
+    call = DenseCall(*inputs)
+    dense.keep(ctx, call, facts(call.x.device))
+    ctx.activation = call.activation
+
+
+def _dense_gradients(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+    if ctx.activation is not None:
+        raise RuntimeError("causal_conv1d_dense: an operator with an activation has no gradient")
+    return *dense.gradients(ctx, ctx.needs_input_grad[:3], dy), None, None, None
+
+
+def _dense_backward(*arguments) -> tuple[Tensor, ...]:
+    call = DenseBackwardCall(*arguments)
+    return _all(call.x, dense.backward(call, facts(call.x.device)))
+
+
+def _dense_backward_fake(*arguments) -> tuple[Tensor, ...]:
+    call = DenseBackwardCall(*arguments)
+    return _all(call.x, dense.allocate_backward(call))
+
+
 CONV = _register(
     "causal_conv1d(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, str? activation, Tensor? cu_seqlens, "
     "Tensor? seq_idx, Tensor? initial_states, bool return_final_states, SymInt state_len, bool compact_states, "
@@ -136,5 +169,19 @@ STATES = _register(
     _states,
     _states_fake,
 )
+DENSE = _register(
+    "causal_conv1d_dense(Tensor x, Tensor weight, Tensor? bias, SymInt dilation, int groups, str? activation) "
+    "-> Tensor",
+    _dense,
+    _dense_fake,
+)
+DENSE_BACKWARD = _register(
+    "causal_conv1d_dense_backward(Tensor x, Tensor dy, Tensor weight, SymInt dilation, int groups, bool needs_x, "
+    "bool needs_weight, bool needs_bias) -> (Tensor dx, Tensor dweight, Tensor dbias)",
+    _dense_backward,
+    _dense_backward_fake,
+)
 torch.library.register_autograd(CONV, _gradients, setup_context=_keep, lib=_library)
 torch.library.register_autograd(BACKWARD, _second_derivative, lib=_library)
+torch.library.register_autograd(DENSE, _dense_gradients, setup_context=_dense_keep, lib=_library)
+torch.library.register_autograd(DENSE_BACKWARD, _second_derivative, lib=_library)
