@@ -1,21 +1,25 @@
-"""The command line: `python -m accel demo | doctor | cache`, and what generates the README's table.
+"""The command line: `python -m accel run | demo | doctor | cache`, and what generates the README's table.
 
 Top floor. Imports no upstream: the demo is a script of its own, and doctor asks accelerate().
 """
 
 from __future__ import annotations
 
+import enum
 import importlib.util
 import os
 import platform
 import runpy
+import shlex
+from pathlib import Path
+from typing import Annotated
 
 import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from accel import accelerate, environment, matrix, restore
+from accel import AccelError, accelerate, environment, launch, matrix, restore
 from accel.kernels import cache
 
 app = typer.Typer(
@@ -37,6 +41,34 @@ DISTRIBUTIONS = (
     "mamba-ssm",
     "transformers",
 )
+
+
+class ReportForm(str, enum.Enum):
+    """How `run` prints its report."""
+
+    TABLE = "table"
+    JSON = "json"
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    command: Annotated[list[str], typer.Argument(metavar="SCRIPT|MODULE [ARGS]...", help="as python takes it")],
+    module: Annotated[bool, typer.Option("-m", help="MODULE is run, as by python -m")] = False,
+    targets: Annotated[
+        str,
+        typer.Option(help="all: each when its package is imported; or names with commas, each of them a must"),
+    ] = "all",
+    report: Annotated[ReportForm, typer.Option(help="the form of the report at exit")] = ReportForm.TABLE,
+    out: Annotated[Path | None, typer.Option(help="write the report there, not to stderr")] = None,
+) -> None:
+    """Run a script as it is, accelerated, and say at its exit which route its calls took, or why not native."""
+    names = targets if targets == "all" else targets.split(",")
+    words = ["-m", *command] if module else command
+    try:
+        env = launch.environment_of(names, report.value, out, shlex.join(words), os.environ)
+        launch.execute(words, env)
+    except (AccelError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 @app.command()

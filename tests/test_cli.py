@@ -8,7 +8,7 @@ import sys
 import pytest
 from upstreams import ROOT
 
-from accel import cli, matrix
+from accel import Reason, cli, matrix
 
 
 def accel(*arguments, **env):
@@ -78,3 +78,8 @@ def test_readme_table_is_up_to_date():
     readme = (ROOT / "README.md").read_text()
     found = re.search(r"\(support begin.*?\)\n\n(.*?)\n\n\[//\]: # \(support end\)", readme, re.DOTALL)
     assert found and found[1] == cli.support_table(matrix.load()), "run `python -m accel support`"
+
+
+def test_readme_names_every_reason():
+    rows = re.findall(r"^\| `([a-z-]+)` \| (.*) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert {reason.value: reason.meaning for reason in Reason}.items() <= dict(rows).items()
