@@ -11,6 +11,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from accel import admission, environment
@@ -127,13 +129,28 @@ def _fall_back(binding: Binding, decline: Decline, args: tuple, kwargs: dict) ->
 
 
 class Explanation(NamedTuple):
-    """Why a call would take its route: the route, and every failed check."""
+    """Why a call would take its route: the route, every failed check, and the call as its adapter has read it.
+
+    `arguments` are names in accel's words, each with what came; empty where the adapter could not read the call.
+    """
 
     route: Route
     failed: tuple[Decline, ...]
+    arguments: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
-        return "\n".join([str(self.route), *(f"  {decline.reason}: {decline}" for decline in self.failed)])
+        """The route, the arguments as found, then a paragraph for each failed check: found, wanted, what to do."""
+        lines = [f"{self.route.target}.{self.route.callable} would take {self.route}"]
+        width = max((len(name) for name, _ in self.arguments), default=0)
+        lines += [f"  {name.ljust(width)}  {found}" for name, found in self.arguments]
+        for decline in self.failed:
+            lines += [
+                f"{decline.reason}: {decline.argument}",
+                f"  found   {decline.found}",
+                f"  wanted  {decline.expected}",
+                f"  fix     {decline.reason.fix}",
+            ]
+        return "\n".join(lines if self.failed else [*lines, "every check holds"])
 
 
 def explain(function: Callable, *args: Any, **kwargs: Any) -> Explanation:
@@ -145,13 +162,30 @@ def explain(function: Callable, *args: Any, **kwargs: Any) -> Explanation:
     if not isinstance(binding, Binding):
         raise ValueError(f"function: expected a callable that accel has swapped, got {function!r}")
     failed = declines(binding.adapter, args, kwargs)
+    try:
+        call = binding.adapter.read(*args, **kwargs)
+    except Exception as error:
+        call = _unreadable(error)
+    arguments = () if type(call) is Decline else _arguments(call)
     if failed:
         first = failed[0]
-        return Explanation(
-            Route(binding.target, binding.callable, "fallback", None, first.reason.value, str(first)), failed
-        )
-    backend = environment.facts(binding.adapter.read(*args, **kwargs).x.device).backend
-    return Explanation(binding.native[backend], ())
+        route = Route(binding.target, binding.callable, "fallback", None, first.reason.value, str(first))
+        return Explanation(route, failed, arguments)
+    return Explanation(binding.native[environment.facts(call.x.device).backend], (), arguments)
+
+
+def _arguments(call: Any) -> tuple[tuple[str, str], ...]:
+    return tuple((name, _found(value)) for name, value in zip(call._fields, call, strict=True) if value is not None)
+
+
+def _found(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    strides = f", strides {tuple(value.stride())}" if value.layout is torch.strided and not value.is_nested else ""
+    kind = "" if type(value) is Tensor else f"{type(value).__name__} "
+    grad = ", requires grad" if value.requires_grad else ""
+    shape = "nested" if value.is_nested else list(value.shape)
+    return f"{kind}{shape} {str(value.dtype).removeprefix('torch.')} on {value.device}{strides}{grad}"
 
 
 def declines(adapter: Adapter, args: tuple, kwargs: dict) -> tuple[Decline, ...]:
