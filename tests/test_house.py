@@ -35,7 +35,7 @@ FLOORS = (
     ("dispatch", "nn"),
     ("adapters", "adapters.*", "patch", "holders", "matrix", "standin", "plan", "switch", "warmup"),
     ("",),
-    ("launch", "cli", "demo", "__main__"),
+    ("launch", "doctor", "cli", "demo", "__main__"),
 )
 DOOR = "accel/ops/door.py"
 CACHE = "accel.kernels.cache"  # what the command line reads; it is as light as the contract
