@@ -35,8 +35,10 @@ def environment_of(
     """The variables of the interpreter that runs the script.
 
     `targets`: "all", each switched on when its package is imported; or names, switched on when torch is, or the script
-    ends there. ValueError for a name that is none.
+    ends there. ValueError for a name that is none, AccelError where no interpreter or no folder can be told.
     """
+    if sys.flags.ignore_environment or sys.flags.no_site:
+        raise AccelError("run: expected an interpreter that reads its environment, got one with -E, -I or -S")
     table = matrix.load()
     explicit = targets != "all"
     packages: dict[str, list[str]] = {}
@@ -64,8 +66,6 @@ def environment_of(
 
 def execute(command: Sequence[str], env: Mapping[str, str]) -> None:
     """Become an interpreter with this one's options that runs `command`: a script or -m and a module, and arguments."""
-    if sys.flags.ignore_environment or sys.flags.no_site:
-        raise AccelError("run: expected an interpreter that reads its environment, got one with -E, -I or -S")
     options = subprocess._args_from_interpreter_flags()  # what multiprocessing gives its children
     sys.stdout.flush()
     sys.stderr.flush()

@@ -122,6 +122,21 @@ def test_the_end_is_the_scripts_own(end, tmp_path):
     assert leftovers(tmp_path) == []
 
 
+def test_a_signal_is_the_scripts_own_too(tmp_path):
+    done = run(
+        script(tmp_path, "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n"), cwd=tmp_path, targets="all"
+    )
+    assert done.returncode == -signal.SIGTERM and done.stderr == ""
+
+
+def test_an_interpreter_without_its_environment_is_refused(tmp_path):
+    words = [sys.executable, "-E", *command("script.py", targets="all")[1:]]
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "-E, -I or -S" in done.stderr
+    assert leftovers(tmp_path) == []
+
+
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_children_are_counted(method, tmp_path):
     done = run("--report", "json", script(tmp_path, SCRIPT + PROCESSES), method, cwd=tmp_path)
