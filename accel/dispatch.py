@@ -12,6 +12,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from accel import admission, environment
@@ -131,13 +133,28 @@ def _fall_back(binding: Binding, decline: Decline, args: tuple, kwargs: dict) ->
 
 
 class Explanation(NamedTuple):
-    """Why a call would take its route: the route, and every failed check."""
+    """Why a call would take its route: the route, every failed check, and the call as its adapter has read it.
+
+    `arguments` are names in accel's words, each with what came; empty where the adapter could not read the call.
+    """
 
     route: Route
     failed: tuple[Decline, ...]
+    arguments: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
-        return "\n".join([str(self.route), *(f"  {decline.reason}: {decline}" for decline in self.failed)])
+        """The route, the arguments as found, then a paragraph for each failed check: found, wanted, what to do."""
+        lines = [f"{self.route.target}.{self.route.callable} would take {self.route}"]
+        width = max((len(name) for name, _ in self.arguments), default=0)
+        lines += [f"  {name.ljust(width)}  {found}" for name, found in self.arguments]
+        for decline in self.failed:
+            lines += [
+                f"{decline.reason}: {decline.argument}",
+                f"  found   {decline.found}",
+                f"  wanted  {decline.expected}",
+                f"  fix     {decline.reason.fix}",
+            ]
+        return "\n".join(lines if self.failed else [*lines, "every check holds"])
 
 
 def explain(function: Callable, *args: Any, **kwargs: Any) -> Explanation:
@@ -154,11 +171,27 @@ def explain(function: Callable, *args: Any, **kwargs: Any) -> Explanation:
     if type(call) is InnerCall:
         name, call = call
     failed = _failed(call)
+    arguments = () if type(call) is Decline else _arguments(call)
     if failed:
         first = failed[0]
-        return Explanation(Route(binding.target, name, "fallback", None, first.reason.value, str(first)), failed)
+        route = Route(binding.target, name, "fallback", None, first.reason.value, str(first))
+        return Explanation(route, failed, arguments)
     native = binding.native[environment.facts(call.x.device).backend]
-    return Explanation(native._replace(callable=name), ())
+    return Explanation(native._replace(callable=name), (), arguments)
+
+
+def _arguments(call: Any) -> tuple[tuple[str, str], ...]:
+    return tuple((name, _found(value)) for name, value in zip(call._fields, call, strict=True) if value is not None)
+
+
+def _found(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    strides = f", strides {tuple(value.stride())}" if value.layout is torch.strided and not value.is_nested else ""
+    kind = "" if type(value) is Tensor else f"{type(value).__name__} "
+    grad = ", requires grad" if value.requires_grad else ""
+    shape = "nested" if value.is_nested else list(value.shape)
+    return f"{kind}{shape} {str(value.dtype).removeprefix('torch.')} on {value.device}{strides}{grad}"
 
 
 def declines(adapter: Adapter, args: tuple, kwargs: dict) -> tuple[Decline, ...]:

@@ -9,8 +9,10 @@ import functools
 import importlib.metadata
 import importlib.util
 import os
+import re
 import threading
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -91,6 +93,16 @@ def distribution_version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def driver_version() -> str | None:
+    """The version of the NVIDIA kernel driver, None where there is none."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text)
+    return found[1] if found else None
 
 
 def _flag(name: str) -> bool:

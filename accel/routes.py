@@ -2,6 +2,7 @@
 
 Recording costs a thread-local write and a counter; ranges cost nothing while no profiler is on.
 A call in a compiled or exported graph is recorded when it is traced, not each time the graph runs.
+The one surprise: the first fallback of each kind walks the stack, for the line of the caller's own code.
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
+import sysconfig
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+import torch
 import torch.autograd.profiler as profiler
 
 from accel.tracing import constant
@@ -39,6 +43,22 @@ class Route(NamedTuple):
         return f"{self.path}:{self.backend if self.path == 'native' else self.reason}"
 
 
+class Kind(NamedTuple):
+    """What is logged once: a callable's fallbacks for one reason, or its errors of one type."""
+
+    target: str
+    callable: str
+    path: str
+    reason: str | None
+
+
+class First(NamedTuple):
+    """The first call of its kind: what failed, and the line that it came from."""
+
+    detail: str
+    where: str
+
+
 class _Thread(threading.local):
     def __init__(self):
         self.last: dict[str | None, Route] = {}
@@ -55,8 +75,17 @@ class _Thread(threading.local):
 _lock = threading.Lock()
 _counts: dict[threading.Thread, defaultdict[Route, int]] = {}
 _finished: Counter[Route] = Counter()  # of the threads that have ended
-_logged: set[tuple[str, str, str | None]] = set()
+_firsts: dict[Kind, First] = {}
 _thread = _Thread()
+# a child must not be born while another thread of the parent holds the lock
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+
+# whose lines are nobody's mistake: accel's, torch's and Python's own
+_INSIDE = tuple(
+    os.path.join(folder, "")
+    for folder in (os.path.dirname(__file__), os.path.dirname(torch.__file__), sysconfig.get_path("stdlib"))
+)
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 
 def record(route: Route) -> None:
@@ -88,10 +117,11 @@ def amend(route: Route, instead: Route) -> None:
 
 
 def _log_once(route: Route) -> None:
-    kind = (route.target, route.callable, route.reason)
+    kind = Kind(route.target, route.callable, route.path, route.reason)
     with _lock:
-        known = kind in _logged
-        _logged.add(kind)
+        known = kind in _firsts
+        if not known:
+            _firsts[kind] = First(route.detail, _caller())
     if known:
         log.debug("%s.%s took %s: %s", route.target, route.callable, route, route.detail)
         return
@@ -102,6 +132,26 @@ def _log_once(route: Route) -> None:
         route,
         route.detail,
     )
+
+
+def _caller() -> str:
+    """The innermost line of code that is not installed, else the innermost one outside of accel, torch and Python."""
+    nearest, frame = "", sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((*_INSIDE, "<frozen")):
+            line = f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
+            nearest = nearest or line
+            if not any(part in file for part in _INSTALLED):
+                return line
+        frame = frame.f_back
+    return nearest
+
+
+def first_of_kinds() -> dict[Kind, First]:
+    """The first fallback and the first error of each kind, in all threads."""
+    with _lock:
+        return dict(_firsts)
 
 
 def last_route(target: str | None = None) -> Route | None:
@@ -129,7 +179,7 @@ def reset_routes() -> None:
     with _lock:
         for counter in (_finished, *_counts.values()):
             counter.clear()
-        _logged.clear()
+        _firsts.clear()
 
 
 @contextlib.contextmanager

@@ -325,7 +325,9 @@ def test_explain_a_native_call():
     before = memory(arguments)
     with record_routes() as routes:
         answer = explain(wrapper, **arguments)
-    assert isinstance(answer, Explanation) and answer.failed == () and str(answer) == "native:cpu"
+    assert isinstance(answer, Explanation) and answer.failed == () and str(answer.route) == "native:cpu"
+    lines = str(answer).splitlines()
+    assert lines[0] == "short_conv.causal_conv1d would take native:cpu" and lines[-1] == "every check holds"
     assert routes == [] and original.calls == []
     assert_untouched(arguments, before)
     wrapper(**arguments)
@@ -346,11 +348,30 @@ def test_explain_lists_every_failed_check():
         ("dtype", "conv_state"),
     ]
     assert str(answer).splitlines() == [
-        "fallback:autograd",
-        "  autograd: weight: expected no gradient (decode is inference only), got requires_grad",
-        "  shape: bias: expected [8], got [9]",
-        "  activation: activation: expected None, 'silu', 'swish', got 'gelu'",
-        "  dtype: conv_state: expected x's dtype torch.float32, got torch.float64",
+        "short_conv.causal_conv1d would take fallback:autograd",
+        "  x            [3, 8] float32 on cpu, strides (8, 1)",
+        "  form         'ND'",
+        "  conv_state   [3, 8, 4] float64 on cpu, strides (32, 4, 1)",
+        "  weight       [8, 4] float32 on cpu, strides (4, 1), requires grad",
+        "  bias         [9] float32 on cpu, strides (1,)",
+        "  activation   'gelu'",
+        "  pad_slot_id  -1",
+        "autograd: weight",
+        "  found   requires_grad",
+        "  wanted  no gradient (decode is inference only)",
+        "  fix     decode under `torch.no_grad()` or `torch.inference_mode()`",
+        "shape: bias",
+        "  found   [9]",
+        "  wanted  [8]",
+        "  fix     give the argument the shape that the check wanted",
+        "activation: activation",
+        "  found   'gelu'",
+        "  wanted  None, 'silu', 'swish'",
+        "  fix     activation None, and the other function after the call",
+        "dtype: conv_state",
+        "  found   torch.float64",
+        "  wanted  x's dtype torch.float32",
+        "  fix     x and its states in one of bfloat16, float16, float32; weight and bias like x or in float32",
     ]
     assert routes == [] and original.calls == []
     assert_untouched(arguments, before)
@@ -365,6 +386,7 @@ def test_explain_says_what_a_call_would_do(name):
     arguments = build()
     answer = explain(wrapper, **arguments)
     assert answer.failed and original.calls == []
+    assert str(answer).splitlines()[0].endswith(f"would take {answer.route}")
     wrapper(**arguments)
     assert answer.route == last_route()
 

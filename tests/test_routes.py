@@ -23,7 +23,7 @@ def nothing_recorded(monkeypatch):
     """A recorder of its own for each test."""
     monkeypatch.setattr(routes, "_counts", {})
     monkeypatch.setattr(routes, "_finished", Counter())
-    monkeypatch.setattr(routes, "_logged", set())
+    monkeypatch.setattr(routes, "_firsts", {})
     monkeypatch.setattr(routes, "_thread", routes._Thread())
 
 
@@ -171,6 +171,48 @@ def test_one_warning_for_each_kind_of_fallback(caplog):
     assert caplog.records[5].getMessage() == text
 
 
+def test_the_first_of_each_kind_is_kept_with_its_line():
+    def fall_back(route):
+        record(route)
+
+    line = fall_back.__code__.co_firstlineno + 1
+    for route in (NATIVE, FALLBACK, FALLBACK._replace(detail="later"), ERROR):
+        fall_back(route)
+    where = f"{__file__}:{line} in fall_back"
+    assert routes.first_of_kinds() == {
+        ("a", "update", "fallback", "dtype"): (FALLBACK.detail, where),
+        ("a", "update", "error", "ValueError"): (ERROR.detail, where),
+    }
+
+
+def test_a_child_may_be_born_while_the_recorder_is_locked():
+    """Or the child's first count would wait for a thread that it does not have."""
+    code = """
+import os, threading, time
+from accel import routes
+stop = threading.Event()
+def busy():
+    while not stop.is_set():
+        with routes._lock:
+            time.sleep(0.001)
+threading.Thread(target=busy).start()
+for _ in range(5):
+    child = os.fork()
+    if not child:
+        routes.route_counts()
+        os._exit(3)
+    end = time.monotonic() + 20
+    while (done := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < end:
+        time.sleep(0.01)
+    if done == (0, 0):
+        os.kill(child, 9)
+    print(done[1] >> 8)
+stop.set()
+"""
+    done = run_python(code)
+    assert done.stdout.split() == ["3"] * 5, done.stdout + done.stderr
+
+
 def test_one_warning_from_many_threads(caplog):
     gate = threading.Barrier(8)
 
@@ -187,7 +229,7 @@ def test_reset(caplog):
     record(NATIVE)
     in_threads(1, lambda: record(FALLBACK))
     reset_routes()
-    assert route_counts() == {}
+    assert route_counts() == {} and routes.first_of_kinds() == {}
     caplog.clear()
     record(FALLBACK)
     assert [entry.levelname for entry in caplog.records] == ["WARNING"]
