@@ -49,7 +49,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 TINY_COMMON = COMMON | {"hidden_size": 32, "vocab_size": 64, "intermediate_size": 48}
-TINY_COMMON |= {"initializer_range": 0.2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+TINY_COMMON |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 TINY: dict[str, dict[str, Any]] = {
     "qwen3_next": {"num_hidden_layers": 4, "mlp_only_layers": list(range(4))}
     | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
