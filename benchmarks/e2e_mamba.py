@@ -106,10 +106,9 @@ def train_rows(model: nn.Module, scopes: Mapping[str, presence.Scope], T: int, r
         calls = 3 * layers if entry.name in (OURS, ALONE) else 0  # the forward, once more in the backward, and that
         presence.native_calls(lambda: found.update(probe()), calls)
         if entry.name == PACKAGE:
-            want.update(found)
             with presence.wrong(model):
-                gap = distance(probe()["conv gradients"], want["conv gradients"].double())
-            require(gap > 4 * GRADIENTS, f"wrong taps move the gradients by {gap:.2e}: the gate would not see them")
+                presence.require_seen(distance(probe()["conv gradients"], found["conv gradients"].double()), GRADIENTS)
+            want.update(found)
         require(bool(want), f"{PACKAGE} gave nothing to compare with")
         checked[entry.name] = {name: distance(found[name], value.double()) for name, value in want.items()}
         worst, limit = max(checked[entry.name].values()), presence.limit_of(entry.name, GRADIENTS)
@@ -190,10 +189,10 @@ def decode_rows(
         found: list[list[Tensor]] = []
         presence.native_calls(run, layers * (1 + count) if entry.name in (OURS, ALONE) else 0)
         if entry.name == PACKAGE:
-            want.extend(found)
             with presence.wrong(model):
-                gap = distance(fed(Decode(model, prompt), want[0], 1)[1][0].float(), want[1][0].double())
-            require(gap > 4 * LOGITS, f"wrong taps move the logits by {gap:.2e}: the gate would not see them")
+                logits = fed(Decode(model, prompt), found[0], 1)[1][0]
+            presence.require_seen(distance(logits.float(), found[1][0].double()), LOGITS)
+            want.extend(found)
         require(bool(want), f"{PACKAGE} gave nothing to compare with")
         worst = max(distance(a.float(), b.double()) for a, b in zip(found[1], want[1], strict=True))
         checked[entry.name], limit = worst, presence.limit_of(entry.name, LOGITS)

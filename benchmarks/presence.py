@@ -119,6 +119,11 @@ def wrong(model: nn.Module) -> Iterator[None]:
             weight.data = data
 
 
+def require_seen(gap: float, limit: float) -> None:
+    print(f"  wrong taps are {gap:.3f} away, the limit is {limit}", flush=True)
+    require(gap > 2 * limit, f"wrong taps are {gap:.2e} away: a limit of {limit} would hardly see them")
+
+
 def restores(places: Sequence[Place], scopes: Mapping[str, Scope]) -> str:
     """Every variant entered and left: the very objects that were there are there again."""
     package = importlib.import_module("causal_conv1d")
