@@ -52,7 +52,7 @@ class Reason(str, enum.Enum):
     FUNCTORCH = ("functorch", "a `torch.func` transform around it", "`loss.backward()` or `torch.autograd.grad`")
     CONTEXT_PARALLEL = (
         "context-parallel",
-        "a context-parallel path that calls nothing that is swapped",
+        'a context-parallel path that calls nothing that is swapped (FLA 0.6.0 with `backend="cuda"`)',
         "nothing: this path is the upstream's",
     )
     UNSUPPORTED_ARGUMENT = (
