@@ -4,6 +4,7 @@ from accel import accelerate_fla
 accelerate_fla(targets="short_conv")
 """
 
+from accel import nn
 from accel.dispatch import explain
 from accel.environment import check
 from accel.errors import AccelError, PackedMetadataError, StateIndexError
@@ -18,6 +19,7 @@ from accel.switch import (
     is_accelerated,
     restore,
 )
+from accel.warmup import warmup
 
 __all__ = [
     "AccelError",
@@ -34,8 +36,10 @@ __all__ = [
     "explain",
     "is_accelerated",
     "last_route",
+    "nn",
     "record_routes",
     "reset_routes",
     "restore",
     "route_counts",
+    "warmup",
 ]

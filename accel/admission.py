@@ -6,38 +6,36 @@ A check yields a Decline; `admit` takes the first, `explain` all of them.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.nn import Parameter
 
-from accel.call import ROWS, BackwardCall, ConvCall, StatesCall, UpdateCall
+from accel.call import ROWS, BackwardCall, ConvCall, DenseCall, StatesCall, UpdateCall
+from accel.checks import device_checks
+from accel.dense_checks import dense_checks
 from accel.environment import DeviceFacts
 from accel.kernels.contract import CONV, UPDATE, Contract, is_channel_last
 from accel.memory import overlap, overlaps_itself, shared
 from accel.reasons import Decline, Reason
 
-PLAIN = (Tensor, Parameter)
 _INT_DTYPES = (torch.int32, torch.int64)
 
 
-def in_transform() -> bool:
-    """Whether this thread is inside a torch.func transform or forward-mode differentiation."""
-    return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
-
-
-def admit(call: UpdateCall | ConvCall | BackwardCall | StatesCall, facts: DeviceFacts) -> Decline | None:
+def admit(call: UpdateCall | ConvCall | BackwardCall | StatesCall | DenseCall, facts: DeviceFacts) -> Decline | None:
     """None where the call is native, else the first failed check."""
-    return next(CHECKS[type(call)](call, facts), None)
+    for decline in CHECKS[type(call)](call, facts):  # older torch.compile knows no next() with a default
+        return decline
+    return None
 
 
 def update_checks(call: UpdateCall, facts: DeviceFacts) -> Iterator[Decline]:
     """Every failed check of an update."""
     x, form, state, weight, bias, residual, activation, cache_seqlens, indices, _, intermediate = call
     tensors = (x, state, weight, bias, residual, cache_seqlens, indices, intermediate)
-    if not (yield from _device_checks(_UPDATE_NAMES, tensors, facts)):
+    failed, plain = device_checks(x, _UPDATE_NAMES, tensors, facts)
+    yield from failed
+    if not plain:
         return
     if torch.is_grad_enabled():
         for name, tensor in zip(_UPDATE_NAMES, tensors, strict=True):
@@ -99,36 +97,6 @@ _UPDATE = "x conv_state weight bias residual cache_seqlens conv_state_indices in
 _UPDATE_NAMES = tuple(_UPDATE.split())
 
 
-def _device_checks(
-    names: tuple[str, ...], tensors: tuple[Tensor | None, ...], facts: DeviceFacts
-) -> Generator[Decline, None, bool]:
-    """Checks of every tensor alone; returns whether all are plain, so that their metadata can be asked for."""
-    plain = True
-    if facts.disabled:
-        yield Decline(Reason.DISABLED, "ACCEL_DISABLE", "unset", "1", NotImplementedError)
-    if in_transform():
-        yield Decline(Reason.FUNCTORCH, "x", "no torch.func transform", "a transform", NotImplementedError)
-    device = facts.device
-    for name, tensor in zip(names, tensors, strict=True):
-        if tensor is None:
-            if name == "weight":
-                yield Decline(Reason.UNSUPPORTED_ARGUMENT, name, "a tensor", "None", TypeError)
-                plain = False
-        else:
-            if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_nested:
-                plain = False
-                found = type(tensor).__name__ if type(tensor) not in PLAIN else "a sparse or nested one"
-                yield Decline(Reason.TENSOR_SUBCLASS, name, "a plain tensor", found, TypeError)
-            elif tensor.is_neg():
-                yield Decline(Reason.LAYOUT, name, "memory that holds its values", "a negated view")
-            elif tensor.device != device:
-                yield Decline(Reason.DEVICE, name, f"a tensor on {device}", f"one on {tensor.device}")
-    if facts.backend is None:
-        reason = Reason.ARCH if device.type == "cuda" else Reason.DEVICE
-        yield Decline(reason, "x", "a device that a backend serves", facts.detail, NotImplementedError)
-    return plain
-
-
 def _x_checks(x: Tensor, d: int, contract: Contract) -> Iterator[Decline]:
     if x.dtype not in contract.dtypes:
         yield Decline(Reason.DTYPE, "x", _dtypes(contract.dtypes), f"{x.dtype}", TypeError)
@@ -169,7 +137,9 @@ def conv_checks(call: ConvCall, facts: DeviceFacts) -> Iterator[Decline]:
     """Every failed check of a full-sequence call."""
     x, weight, bias, residual, activation, cu_seqlens, seq_idx, initial, _, final, state_len, _, channel_last = call
     tensors = (x, weight, bias, residual, cu_seqlens, seq_idx, initial, final)
-    if not (yield from _device_checks(_CONV_NAMES, tensors, facts)):
+    failed, plain = device_checks(x, _CONV_NAMES, tensors, facts)
+    yield from failed
+    if not plain:
         return
     if x.dim() != 3:
         yield Decline(Reason.SHAPE, "x", "[B, D, T]", _list(x.shape))
@@ -239,7 +209,9 @@ def backward_checks(call: BackwardCall, facts: DeviceFacts) -> Iterator[Decline]
     for name, gradient, shape in gradients:
         if gradient is None:
             continue
-        if not (yield from _device_checks((name,), (gradient,), facts)):
+        failed, plain = device_checks(x, (name,), (gradient,), facts)
+        yield from failed
+        if not plain:
             return
         if gradient.shape != shape:
             yield Decline(Reason.SHAPE, name, _list(shape), _list(gradient.shape))
@@ -256,7 +228,9 @@ def backward_checks(call: BackwardCall, facts: DeviceFacts) -> Iterator[Decline]
 def states_checks(call: StatesCall, facts: DeviceFacts) -> Iterator[Decline]:
     """Every failed check of a call for the last tokens of each sequence."""
     x, initial, cu_seqlens, state_len, _ = call
-    if not (yield from _device_checks(("x", "initial_states", "cu_seqlens"), (x, initial, cu_seqlens), facts)):
+    failed, plain = device_checks(x, ("x", "initial_states", "cu_seqlens"), (x, initial, cu_seqlens), facts)
+    yield from failed
+    if not plain:
         return
     if x.dim() != 3:
         yield Decline(Reason.SHAPE, "x", "[B, D, T]", _list(x.shape))
@@ -297,4 +271,5 @@ CHECKS = {
     ConvCall: conv_checks,
     BackwardCall: backward_checks,
     StatesCall: states_checks,
+    DenseCall: dense_checks,
 }

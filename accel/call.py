@@ -90,6 +90,43 @@ class StatesCall(NamedTuple):
     compact_states: bool
 
 
+class InnerCall(NamedTuple):
+    """A call that the upstream takes apart: what it does around the convolution `call` stays its own.
+
+    `callable` is the name by which it calls that convolution; it is swapped too, and has the route.
+    """
+
+    callable: str
+    call: ConvCall
+
+
+class DenseCall(NamedTuple):
+    """A dense, dilated causal convolution.
+
+    x: [B, Cin, T]; weight: [Cout, Cin / groups, K]; bias: [Cout]; the activation comes after the bias.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    dilation: int
+    groups: int
+    activation: str | None
+
+
+class DenseBackwardCall(NamedTuple):
+    """The gradients of a DenseCall without activation: dy is [B, Cout, T], of any strides."""
+
+    x: Tensor
+    dy: Tensor
+    weight: Tensor
+    dilation: int
+    groups: int
+    needs_x: bool
+    needs_weight: bool
+    needs_bias: bool
+
+
 def form_of(x: Tensor, residual: Tensor | None = None) -> str:
     """The form of x [N, D] or [N, D, T]: a single token whose channels are neighbours is read like [N, D]."""
     if x.dim() == 2:

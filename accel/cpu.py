@@ -5,6 +5,7 @@ Imports torch, `accel.call` and `accel.errors`. Accumulates in fp32 and rounds o
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -78,7 +79,7 @@ def _steps(
     elif ring is None:
         past = torch.cat((state, x), dim=2)
     else:
-        columns = (ring.long()[:, None] + torch.arange(1 - width, tokens)) % state.shape[2]
+        columns = (ring.long()[:, None] + torch.arange(1 - width, tokens, device="cpu")) % state.shape[2]
         columns = columns[:, None].expand(-1, x.shape[1], -1)
         past = torch.cat((state.gather(2, columns[:, :, : width - 1]), x), dim=2)
     recent = past[:, :, past.shape[2] - tokens - (width - 1) :].float()
@@ -135,15 +136,15 @@ class _Packing(NamedTuple):
 def _packing(x: Tensor, cu_seqlens: Tensor | None, status: StatusWord) -> _Packing:
     b, _, t = x.shape
     if cu_seqlens is None:
-        starts, lengths, valid = torch.arange(b) * t, torch.full((b,), t), True
+        starts, lengths, valid = torch.arange(b, device="cpu") * t, torch.full((b,), t, device="cpu"), True
     else:
         bounds = cu_seqlens.long()
         valid = _check_bounds(bounds, b * t, status)
         if not valid:
             bounds = torch.zeros_like(bounds)
         starts, lengths = bounds[:-1], bounds.diff()
-    sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    position = torch.arange(len(sequence)) - starts[sequence]
+    sequence = torch.repeat_interleave(torch.arange(len(lengths), device="cpu"), lengths)
+    position = torch.arange(len(sequence), device="cpu") - starts[sequence]
     return _Packing(sequence, position, starts, lengths, valid)
 
 
@@ -180,8 +181,8 @@ def _past(tokens: Tensor, initial: Tensor | None, packing: _Packing, column: Ten
 
 
 def _final(tokens: Tensor, initial: Tensor | None, packing: _Packing, length: int) -> Tensor:
-    column = packing.lengths[:, None] - length + torch.arange(length)  # [N, L]
-    sequence = torch.arange(len(packing.lengths))[:, None].expand_as(column)
+    column = packing.lengths[:, None] - length + torch.arange(length, device="cpu")  # [N, L]
+    sequence = torch.arange(len(packing.lengths), device="cpu")[:, None].expand_as(column)
     return _past(tokens, initial, packing, column, sequence).movedim(0, 1)
 
 
@@ -251,7 +252,7 @@ def conv_backward(
             if output is not None:
                 output.fill_(float("nan"))
         return
-    with torch.enable_grad():
+    with torch.enable_grad(), _autograd():
         leaves = [
             None if tensor is None else tensor.detach().float().requires_grad_()
             for tensor in (call.x, call.weight, call.bias, call.initial_states)
@@ -273,6 +274,14 @@ def conv_backward(
     for output in outputs:
         if output is not None:
             output.copy_(next(gradients))
+
+
+def _autograd() -> AbstractContextManager:
+    """Autograd as callers have it: the body of a registered operator runs below it."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in ("AutogradCPU", "AutogradFunctionality", "ADInplaceOrView"):
+        excluded = excluded.remove(torch._C.DispatchKey.__members__[key])
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 
 def states(call: StatesCall, out: Tensor, status: StatusWord) -> None:

@@ -1,7 +1,9 @@
 """The only place that chooses: read the call, admit it, record the route, run the operation or the original.
 
 A decline hands the original the very arguments that came, before anything was touched. A failure after admission is
-raised, never turned into a fallback.
+raised, never turned into a fallback. A call that the upstream takes apart is handed on without a route: the parts come
+back here and have theirs. torch.compile traces through here: what it cannot trace, or what belongs to a run and not to
+a graph (kept plans, the recorder, profiler ranges), is behind `is_dynamo_compiling`.
 """
 
 from __future__ import annotations
@@ -10,11 +12,15 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
 from accel import admission, environment
-from accel.call import BackwardCall, ConvCall, StatesCall, UpdateCall
-from accel.ops import conv, update
+from accel.call import BackwardCall, ConvCall, DenseCall, InnerCall, StatesCall, UpdateCall
+from accel.ops import conv, dense, gradients, states, update
 from accel.reasons import Decline, Reason
-from accel.routes import Route, amend, profiler_range, profiling, record
+from accel.routes import Route, amend, note, profiler_range, profiling, record
 
 
 class Operation(NamedTuple):
@@ -29,16 +35,17 @@ class Operation(NamedTuple):
 
 OPERATIONS: dict[type, Operation] = {
     UpdateCall: Operation(update.prepare, update.run),
-    ConvCall: Operation(admission.admit, conv.run),
-    BackwardCall: Operation(admission.admit, conv.backward),
-    StatesCall: Operation(admission.admit, conv.run_states),
+    ConvCall: Operation(conv.prepare, conv.run),
+    BackwardCall: Operation(admission.admit, gradients.run_backward),
+    StatesCall: Operation(admission.admit, states.run),
+    DenseCall: Operation(admission.admit, dense.run),
 }
 
 
 class Adapter(NamedTuple):
     """One upstream callable: `read` has its signature and gives a call, or a Decline where our words do not reach.
 
-    `give` turns (result, call) into what the upstream returns.
+    Or an InnerCall, which the upstream will come back with. `give` turns (result, call) into what the upstream returns.
     """
 
     call: type
@@ -86,11 +93,17 @@ def run(binding: Binding, args: tuple, kwargs: dict) -> Any:
         call = _unreadable(error)
     if type(call) is Decline:
         return _fall_back(binding, call, args, kwargs)
+    if type(call) is InnerCall:
+        return binding.original(*args, **kwargs)
     facts = environment.facts(call.x.device)
     operation = binding.operation
-    plan = operation.prepare(call, facts)
+    tracing = is_dynamo_compiling()
+    plan = admission.admit(call, facts) if tracing else operation.prepare(call, facts)
     if type(plan) is Decline:
         return _fall_back(binding, plan, args, kwargs)
+    if tracing:
+        note(binding.target, binding.callable, "native", facts.backend, None, "")
+        return binding.adapter.give(operation.run(call, facts, plan), call)
     record(binding.native[facts.backend])
     try:
         if profiling():
@@ -109,6 +122,9 @@ def _unreadable(error: Exception) -> Decline:
 
 
 def _fall_back(binding: Binding, decline: Decline, args: tuple, kwargs: dict) -> Any:
+    if is_dynamo_compiling():
+        note(binding.target, binding.callable, "fallback", None, decline.reason.value, str(decline))
+        return binding.original(*args, **kwargs)
     record(Route(binding.target, binding.callable, "fallback", None, decline.reason.value, str(decline)))
     if profiling():
         with profiler_range(binding.target, "fallback"):
@@ -117,39 +133,80 @@ def _fall_back(binding: Binding, decline: Decline, args: tuple, kwargs: dict) ->
 
 
 class Explanation(NamedTuple):
-    """Why a call would take its route: the route, and every failed check."""
+    """Why a call would take its route: the route, every failed check, and the call as its adapter has read it.
+
+    `arguments` are names in accel's words, each with what came; empty where the adapter could not read the call.
+    """
 
     route: Route
     failed: tuple[Decline, ...]
+    arguments: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
-        return "\n".join([str(self.route), *(f"  {decline.reason}: {decline}" for decline in self.failed)])
+        """The route, the arguments as found, then a paragraph for each failed check: found, wanted, what to do."""
+        lines = [f"{self.route.target}.{self.route.callable} would take {self.route}"]
+        width = max((len(name) for name, _ in self.arguments), default=0)
+        lines += [f"  {name.ljust(width)}  {found}" for name, found in self.arguments]
+        for decline in self.failed:
+            lines += [
+                f"{decline.reason}: {decline.argument}",
+                f"  found   {decline.found}",
+                f"  wanted  {decline.expected}",
+                f"  fix     {decline.reason.fix}",
+            ]
+        return "\n".join(lines if self.failed else [*lines, "every check holds"])
 
 
 def explain(function: Callable, *args: Any, **kwargs: Any) -> Explanation:
     """What a swapped callable would do with these arguments, without running it.
 
-    Raises ValueError where `function` is not one that accel has swapped.
+    Of a call that the upstream takes apart, that is the route of the convolution inside. Raises ValueError where
+    `function` is not one that accel has swapped.
     """
     binding = getattr(function, "__accel__", None)
     if not isinstance(binding, Binding):
         raise ValueError(f"function: expected a callable that accel has swapped, got {function!r}")
-    failed = declines(binding.adapter, args, kwargs)
+    call = _read(binding.adapter, args, kwargs)
+    name = binding.callable
+    if type(call) is InnerCall:
+        name, call = call
+    failed = _failed(call)
+    arguments = () if type(call) is Decline else _arguments(call)
     if failed:
         first = failed[0]
-        return Explanation(
-            Route(binding.target, binding.callable, "fallback", None, first.reason.value, str(first)), failed
-        )
-    backend = environment.facts(binding.adapter.read(*args, **kwargs).x.device).backend
-    return Explanation(binding.native[backend], ())
+        route = Route(binding.target, name, "fallback", None, first.reason.value, str(first))
+        return Explanation(route, failed, arguments)
+    native = binding.native[environment.facts(call.x.device).backend]
+    return Explanation(native._replace(callable=name), (), arguments)
+
+
+def _arguments(call: Any) -> tuple[tuple[str, str], ...]:
+    return tuple((name, _found(value)) for name, value in zip(call._fields, call, strict=True) if value is not None)
+
+
+def _found(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    strides = f", strides {tuple(value.stride())}" if value.layout is torch.strided and not value.is_nested else ""
+    kind = "" if type(value) is Tensor else f"{type(value).__name__} "
+    grad = ", requires grad" if value.requires_grad else ""
+    shape = "nested" if value.is_nested else list(value.shape)
+    return f"{kind}{shape} {str(value.dtype).removeprefix('torch.')} on {value.device}{strides}{grad}"
 
 
 def declines(adapter: Adapter, args: tuple, kwargs: dict) -> tuple[Decline, ...]:
     """Every failed check of a call, without running it."""
+    return _failed(_read(adapter, args, kwargs))
+
+
+def _read(adapter: Adapter, args: tuple, kwargs: dict) -> Any:
     try:
-        call = adapter.read(*args, **kwargs)
+        return adapter.read(*args, **kwargs)
     except Exception as error:
-        call = _unreadable(error)
+        return _unreadable(error)
+
+
+def _failed(call: Any) -> tuple[Decline, ...]:
     if type(call) is Decline:
         return (call,)
     return tuple(admission.CHECKS[type(call)](call, environment.facts(call.x.device)))

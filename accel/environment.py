@@ -9,12 +9,15 @@ import functools
 import importlib.metadata
 import importlib.util
 import os
+import re
 import threading
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
 from accel.errors import StatusWord
+from accel.tracing import constant
 
 # compute capability -> the name the compiler takes; the "a" targets unlock an architecture's own instructions
 ARCHITECTURES = {
@@ -56,11 +59,14 @@ _facts: dict[torch.device, DeviceFacts] = {}
 _lock = threading.Lock()
 
 
+@constant
 def facts(device: torch.device) -> DeviceFacts:
-    """The facts of a device; a dict hit after the first call."""
+    """The facts of a device; a dict hit after the first call, and a constant of a compiled graph."""
     found = _facts.get(device)
     if found is None:
         with _lock:
+            if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                return _answer(device, detail="the first call ever, in the capture of a CUDA graph: make one before it")
             found = _facts.setdefault(device, _probe(device))
     return found
 
@@ -68,7 +74,7 @@ def facts(device: torch.device) -> DeviceFacts:
 def check() -> None:
     """Wait for the GPUs that `accel` has used, and raise the device error that an earlier call left, if any."""
     for found in tuple(_facts.values()):
-        if found.device.type == "cuda":
+        if found.backend == "cute":
             torch.cuda.synchronize(found.device)
         found.status.raise_pending()
 
@@ -89,25 +95,38 @@ def distribution_version(name: str) -> str | None:
         return None
 
 
+def driver_version() -> str | None:
+    """The version of the NVIDIA kernel driver, None where there is none."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text)
+    return found[1] if found else None
+
+
 def _flag(name: str) -> bool:
     return os.environ.get(name, "").lower() not in _OFF
 
 
 def _probe(device: torch.device) -> DeviceFacts:
-    def answer(backend, arch, detail, sm_count=0):
-        word = StatusWord(device)
-        return DeviceFacts(device, backend, arch, detail, sm_count, _flag("ACCEL_DISABLE"), _flag("ACCEL_TRAP"), word)
-
     if device.type == "cpu":
-        return answer("cpu", None, "torch on the CPU")
-    if device.type != "cuda" or torch.version.hip is not None:
-        return answer(None, None, f"no backend for {device.type} devices")
+        return _answer(device, "cpu", detail="torch on the CPU")
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return _answer(device, detail=f"no backend for {device.type} devices")  # a fake tensor may name an absent one
     properties = torch.cuda.get_device_properties(device)
     arch = ARCHITECTURES.get((properties.major, properties.minor))
     if arch is None:
         found = f"{properties.name} is sm_{properties.major}{properties.minor}"
-        return answer(None, None, f"{found}; known are {', '.join(ARCHITECTURES.values())}")
+        return _answer(device, detail=f"{found}; known are {', '.join(ARCHITECTURES.values())}")
     for module, package in (("cutlass", "nvidia-cutlass-dsl"), ("tvm_ffi", "apache-tvm-ffi")):
         if importlib.util.find_spec(module) is None:
-            return answer(None, arch, f"{package} is not installed")
-    return answer("cute", arch, properties.name, properties.multi_processor_count)
+            return _answer(device, arch=arch, detail=f"{package} is not installed")
+    return _answer(device, "cute", arch, properties.name, properties.multi_processor_count)
+
+
+def _answer(
+    device: torch.device, backend: str | None = None, arch: str | None = None, detail: str = "", sm_count: int = 0
+) -> DeviceFacts:
+    word = StatusWord(device if backend else torch.device("cpu"))  # nothing is pinned for a device that is not served
+    return DeviceFacts(device, backend, arch, detail, sm_count, _flag("ACCEL_DISABLE"), _flag("ACCEL_TRAP"), word)

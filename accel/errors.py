@@ -7,8 +7,10 @@ host memory; the host looks at it at the next call, so nothing synchronises and 
 from __future__ import annotations
 
 import ctypes
+import threading
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 class AccelError(RuntimeError):
@@ -46,18 +48,25 @@ class StatusWord:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._words = torch.zeros(2, dtype=torch.int64, pin_memory=device.type == "cuda")
+        with _disable_current_modes():  # the first call on a device may be one that a fake-tensor mode traces
+            self._words = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
         self.address = self._words.data_ptr()
         self.view = (ctypes.c_int64 * 2).from_address(self.address)
+        self._lock = threading.Lock()
 
     def raise_pending(self) -> None:
-        """Raise the error that an earlier call left, once."""
+        """Raise the error that an earlier call left, once, in one of the threads that come by."""
         view = self.view
         if view[0] or view[1]:
-            index = 0 if view[0] else 1
-            word = view[index]
-            view[index] = 0
-            error, text = _MEANING[word >> 60]
-            value = (word & 0xFFFFFFFF) - ((word & 0x80000000) << 1)
-            message = text.format(row=word >> 32 & 0xFFFFFFF, value=value)
-            raise error(f"{message} (an earlier call on {self.device})")
+            with self._lock:
+                index = 0 if view[0] else 1
+                word, view[index] = view[index], 0
+            if word:  # else another thread has it
+                raise _error(word, self.device)
+
+
+def _error(word: int, device: torch.device) -> AccelError:
+    kind, text = _MEANING[word >> 60]
+    value = (word & 0xFFFFFFFF) - ((word & 0x80000000) << 1)
+    message = text.format(row=word >> 32 & 0xFFFFFFF, value=value)
+    return kind(f"{message} (an earlier call on {device})")

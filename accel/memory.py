@@ -6,22 +6,24 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from accel.tracing import abstract
+
 
 def overlaps_itself(tensor: Tensor) -> bool:
     """Whether two elements of a tensor may share memory."""
-    reach = 0
-    for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if extent > 1:
-            if stride <= reach:
-                return True
-            reach += (extent - 1) * stride
+    axes = [(stride, extent) for stride, extent in zip(tensor.stride(), tensor.shape, strict=True) if extent > 1]
+    for axis, (stride, _) in enumerate(axes):
+        # not sorted, because torch.compile cannot sort symbolic strides
+        inner = [(extent - 1) * step for other, (step, extent) in enumerate(axes) if other != axis and step <= stride]
+        if stride <= sum(inner):
+            return True
     return False
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors may share memory: by byte ranges, for one address may be wrapped in two storages."""
-    if a.numel() == 0 or b.numel() == 0:
-        return False
+    if abstract(a) or a.numel() == 0 or b.numel() == 0:
+        return False  # without data there are no addresses: the registered operator asks again when it runs
     return a.data_ptr() < _end(b) and b.data_ptr() < _end(a)
 
 

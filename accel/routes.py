@@ -1,6 +1,8 @@
 """What served each call: the one recorder of routes, with counters, first-fallback log and profiler ranges.
 
-Imports torch only. Recording costs a thread-local write and a counter; ranges cost nothing while no profiler is on.
+Recording costs a thread-local write and a counter; ranges cost nothing while no profiler is on.
+A call in a compiled or exported graph is recorded when it is traced, not each time the graph runs.
+The one surprise: the first fallback of each kind walks the stack, for the line of the caller's own code.
 """
 
 from __future__ import annotations
@@ -8,12 +10,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
+import sysconfig
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+import torch
 import torch.autograd.profiler as profiler
+
+from accel.tracing import constant
 
 log = logging.getLogger("accel")
 if os.environ.get("ACCEL_LOG", "").lower() == "debug":
@@ -36,11 +43,28 @@ class Route(NamedTuple):
         return f"{self.path}:{self.backend if self.path == 'native' else self.reason}"
 
 
+class Kind(NamedTuple):
+    """What is logged once: a callable's fallbacks for one reason, or its errors of one type."""
+
+    target: str
+    callable: str
+    path: str
+    reason: str | None
+
+
+class First(NamedTuple):
+    """The first call of its kind: what failed, and the line that it came from."""
+
+    detail: str
+    where: str
+
+
 class _Thread(threading.local):
     def __init__(self):
         self.last: dict[str | None, Route] = {}
         self.recordings: list[list[Route]] = []
         self.counts: defaultdict[Route, int] = defaultdict(int)
+        self.notes = self.last, self.recordings, self.counts
         with _lock:
             for thread, counts in list(_counts.items()):
                 if not thread.is_alive():
@@ -51,21 +75,35 @@ class _Thread(threading.local):
 _lock = threading.Lock()
 _counts: dict[threading.Thread, defaultdict[Route, int]] = {}
 _finished: Counter[Route] = Counter()  # of the threads that have ended
-_logged: set[tuple[str, str, str | None]] = set()
+_firsts: dict[Kind, First] = {}
 _thread = _Thread()
+# a child must not be born while another thread of the parent holds the lock
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+
+# whose lines are nobody's mistake: accel's, torch's and Python's own
+_INSIDE = tuple(
+    os.path.join(folder, "")
+    for folder in (os.path.dirname(__file__), os.path.dirname(torch.__file__), sysconfig.get_path("stdlib"))
+)
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 
 def record(route: Route) -> None:
     """Note the route of the call that this thread is about to make."""
-    target, _, path, _, _, detail = route
-    thread = _thread
-    last = thread.last
-    last[None] = last[target] = route
-    thread.counts[route._replace(detail="") if detail else route] += 1
-    for recording in thread.recordings:
-        recording.append(route)
-    if path != "native":
+    last, recordings, counts = _thread.notes  # one read: a thread-local costs more than what follows
+    last[None] = last[route[0]] = route
+    counts[route._replace(detail="") if route[5] else route] += 1
+    if recordings:
+        for recording in recordings:
+            recording.append(route)
+    if route[2] != "native":
         _log_once(route)
+
+
+@constant
+def note(*fields: str | None) -> None:
+    """`record` for a call that is being traced: done once, while the graph is made, and nothing when the graph runs."""
+    record(Route(*fields))
 
 
 def amend(route: Route, instead: Route) -> None:
@@ -79,10 +117,11 @@ def amend(route: Route, instead: Route) -> None:
 
 
 def _log_once(route: Route) -> None:
-    kind = (route.target, route.callable, route.reason)
+    kind = Kind(route.target, route.callable, route.path, route.reason)
     with _lock:
-        known = kind in _logged
-        _logged.add(kind)
+        known = kind in _firsts
+        if not known:
+            _firsts[kind] = First(route.detail, _caller())
     if known:
         log.debug("%s.%s took %s: %s", route.target, route.callable, route, route.detail)
         return
@@ -95,6 +134,26 @@ def _log_once(route: Route) -> None:
     )
 
 
+def _caller() -> str:
+    """The innermost line of code that is not installed, else the innermost one outside of accel, torch and Python."""
+    nearest, frame = "", sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((*_INSIDE, "<frozen")):
+            line = f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
+            nearest = nearest or line
+            if not any(part in file for part in _INSTALLED):
+                return line
+        frame = frame.f_back
+    return nearest
+
+
+def first_of_kinds() -> dict[Kind, First]:
+    """The first fallback and the first error of each kind, in all threads."""
+    with _lock:
+        return dict(_firsts)
+
+
 def last_route(target: str | None = None) -> Route | None:
     """The route of this thread's last call, of any target or of one; None before the first."""
     return _thread.last.get(target)
@@ -102,11 +161,16 @@ def last_route(target: str | None = None) -> Route | None:
 
 def route_counts() -> dict[Route, int]:
     """How often each route was taken, in all threads, by target, callable, path, backend and reason."""
-    with _lock:
-        counters = [_finished, *_counts.values()]
+    with _lock:  # or the counts of a thread that has ended could be read twice, while they are moved
+        reports = [counter.copy() for counter in (_finished, *_counts.values())]
+    return fold(reports)
+
+
+def fold(reports: Iterable[Mapping[Route, int]]) -> dict[Route, int]:
+    """One report of several `route_counts`: of ranks, for example, which gather theirs when it suits them."""
     total: Counter[Route] = Counter()
-    for counter in counters:
-        total.update(counter.copy())
+    for report in reports:
+        total.update(report)
     return dict(+total)
 
 
@@ -115,7 +179,7 @@ def reset_routes() -> None:
     with _lock:
         for counter in (_finished, *_counts.values()):
             counter.clear()
-        _logged.clear()
+        _firsts.clear()
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from accel import holders, matrix, patch, plan
+from accel import holders, matrix, modules, patch, plan
 from accel.imports import Hook
 from accel.plan import Plan, Refused
 from accel.tables import one_of
@@ -34,22 +34,26 @@ def accelerate(
     switches on what is installed and logs why the rest is not. A target brings the callables of those that it needs:
     `mamba` and `transformers` those of `causal_conv1d`, whose package accel stands in for where it cannot be imported;
     their calls carry their own target's name in routes. `model` is an nn.Module whose instances captured a callable
-    when they were built; giving it again later adds to what is on. `strict=False` also swaps a callable that somebody
-    else had replaced before: a fallback then calls that replacement. `verbose` logs a line for each target (logger
-    `accel`, INFO).
+    when they were built; giving it again later adds to what is on. The target `conv1d`, which "all" leaves out, serves
+    the modules of that model that state to be a causal nn.Conv1d (accel/modules.py). `strict=False` also swaps a
+    callable that somebody else had replaced before: a fallback then calls that replacement. `verbose` logs a line for
+    each target (logger `accel`, INFO).
     """
     if model is not None and not callable(getattr(model, "modules", None)):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     names = _names(targets)
     loaded = plan.preload(names)
     with patch.LOCK:
-        plans, refused = {}, {}
+        plans, refused, causal = {}, {}, []
         for name in names:
-            if name not in _active:
-                try:
+            try:
+                if name in matrix.load().modules:
+                    causal = _causal_modules(model)
+                    plans[name] = Plan(name, strict)
+                elif name not in _active:
                     plans[name] = plan.make(name, strict, loaded, stand_in=targets != "all")
-                except Refused as reason:
-                    refused[name] = reason
+            except Refused as reason:
+                refused[name] = reason
         if targets == "all":
             # what another target stands in for already is no wish of its own any more
             needed = {name for made in (*plans.values(), *_active.values()) for name in made.rows}
@@ -62,6 +66,7 @@ def accelerate(
             raise ImportError(f"accel changed nothing, because it cannot serve {reasons}") from cause
         on = {name: plans.get(name) or _active[name] for name in names if name not in refused}
         _switch(on, model)
+        modules.serve(causal)
     for name, reason in refused.items():
         log.warning("%s is not accelerated: %s", name, reason)
     for name, made in plans.items():
@@ -69,6 +74,7 @@ def accelerate(
             log.warning("%s: %s", name, note)
         if verbose:
             swapped = dict.fromkeys(swap.replacement.__name__ for swap in (*made.swaps, *made.vacant))
+            swapped = swapped or [f"{len(causal)} modules of the model"]
             stands_in = "".join(f" (accel stands in for {standin.name})" for standin in made.standins)
             log.info("%s is accelerated: %s%s", name, ", ".join(swapped), stands_in)
     return tuple(on)
@@ -113,8 +119,12 @@ def restore(targets: str | Iterable[str] | None = None) -> None:
     What somebody else has replaced since stays, and is logged as a warning.
     """
     with patch.LOCK:
-        gone = [_active.pop(name) for name in _names("all" if targets is None else targets) if name in _active]
-        for place in _let_go(gone):
+        names = list(_active) if targets is None else _names(targets)
+        gone = [_active.pop(name) for name in names if name in _active]
+        displaced = _let_go(gone)
+        if any(made.target in matrix.load().modules for made in gone):
+            displaced += modules.release()
+        for place in displaced:
             log.warning("%s was replaced after accel swapped it, and is left as it is", place)
 
 
@@ -144,6 +154,17 @@ def _names(targets: str | Iterable[str]) -> list[str]:
         return list(table.targets)
     given = [targets] if isinstance(targets, str) else targets
     return list(dict.fromkeys(table.canonical(name) for name in given))
+
+
+def _causal_modules(model: Any) -> list[Any]:
+    if model is None:
+        raise Refused("it serves the modules of a model, and needs model=")
+    found, wrong = modules.stated(model)
+    for name in wrong:
+        log.warning("%s states to be causal and is not served: it computes something else, or could not be tried", name)
+    if not found:
+        raise Refused("the model has no nn.Conv1d that states to be causal and is")
+    return found
 
 
 def _switch(on: dict[str, Plan], model: Any) -> None:

@@ -180,9 +180,13 @@ class Fault:
 
 @dataclass(frozen=True)
 class Matrix:
-    """The whole file. `planned` names are known and not served yet; `operations` is by operation, then backend."""
+    """The whole file. `planned` names are known and not served yet; `operations` is by operation, then backend.
+
+    `modules` are the targets that serve modules of a given model instead of an upstream's callables.
+    """
 
     targets: Mapping[str, Target]
+    modules: tuple[str, ...]
     planned: tuple[str, ...]
     aliases: Mapping[str, str]
     architectures: Architectures
@@ -192,8 +196,9 @@ class Matrix:
     def canonical(self, name: str) -> str:
         """The target that a name or an alias means."""
         target = self.aliases.get(name, name)
-        if target not in self.targets and target not in self.planned:
-            known = ", ".join([*self.targets, *self.planned])
+        known = (*self.targets, *self.modules, *self.planned)
+        if target not in known:
             aliases = ", ".join(f"{alias} = {meant}" for alias, meant in self.aliases.items())
-            raise ValueError(f"targets: expected some of {known} (aliases: {aliases}) or 'all', got {name!r}")
+            names = ", ".join(known)
+            raise ValueError(f"targets: expected some of {names} (aliases: {aliases}) or 'all', got {name!r}")
         return target

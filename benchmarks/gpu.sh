@@ -30,18 +30,30 @@ step() { # NAME -> its default limit in seconds and its command
     tests-all) limit=500 command="python3 -m pytest -q -m gpu tests" ;;
     parity) limit=420 command="python3 -m pytest -q -m gpu -n 6 tests/test_upstream.py" ;;
     fla-tests) limit=300 command="env FLA_ROUTES=$OUT/fla-tests.json python3 -m pytest -q -n 12 .gpu/fla_tests" ;;
+    # a part of causal-conv1d's own tests: CC1D_EVERY=4 before the command
+    cc1d-tests) limit=500 command="env CC1D_ROUTES=$OUT/cc1d-tests.json python3 -m pytest -q -n 14 .gpu/cc1d_tests/test_causal_conv1d.py" ;;
+    mamba-tests) limit=400 command="env CC1D_ROUTES=$OUT/mamba-tests.json python3 -m pytest -q .gpu/cc1d_tests/mamba" ;;
     memcheck) limit=300 command="$sanitize --tool memcheck --padding 1024 $parts" ;;
     racecheck) limit=300 command="$sanitize --tool racecheck $parts" ;;
     decode) limit=240 command="python3 -m benchmarks.decode --out $OUT/decode.json" ;;
     decode-quick) limit=180 command="python3 -m benchmarks.decode --quick --out $OUT/decode.json" ;;
     decode-ours) limit=90 command="python3 -m benchmarks.decode --quick --only accel --out $OUT/decode-ours.json" ;;
+    host) limit=240 command="python3 -m benchmarks.host --out $OUT/host.json" ;;
+    cold) limit=400 command="python3 -m benchmarks.cold --out $OUT/cold.json" ;;
     conv) limit=420 command="python3 -m benchmarks.conv --out $OUT/conv.json" ;;
     conv-quick) limit=300 command="python3 -m benchmarks.conv --quick --out $OUT/conv.json" ;;
     conv-ours) limit=120 command="python3 -m benchmarks.conv --quick --only 'accel (ops),gluon' --out $OUT/conv-ours.json" ;;
+    dense) limit=420 command="python3 -m benchmarks.dense --out $OUT/dense.json" ;;
+    dense-quick) limit=150 command="python3 -m benchmarks.dense --kinds bf16 --no-compiled --out $OUT/dense.json" ;;
     e2e-decode) limit=180 command="python3 -m benchmarks.e2e_decode --out $OUT/e2e_decode.json" ;;
+    e2e-decode-graph) limit=180 command="python3 -m benchmarks.e2e_decode --mode graph --tokens 128 --out $OUT/e2e_decode_graph.json" ;;
+    e2e-decode-compiled) limit=400 command="python3 -m benchmarks.e2e_decode --mode compiled --batches 1 --out $OUT/e2e_decode_compiled.json" ;;
     e2e-train) limit=400 command="python3 -m benchmarks.e2e_train --warm-up 24 --out $OUT/e2e_train.json" ;;
     e2e-train-2) limit=400 command="python3 -m benchmarks.e2e_train --layers 2 --out $OUT/e2e_train.json" ;;
     e2e-conv) limit=90 command="python3 -m benchmarks.e2e_train --conv-only --out $OUT/e2e_conv.json" ;;
+    e2e-mamba) limit=500 command="python3 -m benchmarks.e2e_mamba --warm-up 16 --out $OUT/e2e_mamba.json" ;;
+    e2e-qwen3-next) limit=400 command="python3 -m benchmarks.e2e_transformers --families qwen3_next --warm-up 16 --out $OUT/e2e_qwen3_next.json" ;;
+    e2e-nemotron-h) limit=400 command="python3 -m benchmarks.e2e_transformers --families nemotron_h --warm-up 16 --out $OUT/e2e_nemotron_h.json" ;;
     *) return 1 ;;
   esac
 }

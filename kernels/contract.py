@@ -48,6 +48,22 @@ UPDATE = Contract("causal_conv1d_update", _DTYPES, (torch.float32,), 2, 8, _ACTI
 CONV = Contract("causal_conv1d", _DTYPES, (torch.float32,), 2, 8, _ACTIVATIONS)
 
 
+@dataclass(frozen=True)
+class DenseContract:
+    """The limits of the dense convolution's kernels; weight and bias have x's dtype, and any K and dilation will do.
+
+    dtypes: what the tensor cores multiply. max_extent: of x, of the channels, and of (K-1) * dilation.
+    """
+
+    op: str
+    dtypes: tuple[torch.dtype, ...]
+    activations: tuple[str | None, ...]
+    max_extent: int = 2**30  # sums of two coordinates have 32 bits
+
+
+DENSE = DenseContract("causal_conv1d_dense", (torch.bfloat16, torch.float16), (None, "silu", "swish", "relu", "gelu"))
+
+
 def is_channel_last(x: torch.Tensor) -> bool:
     """Whether vectors run along D: stride 1 there, or nowhere (then element by element)."""
     _, d, t = x.shape

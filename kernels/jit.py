@@ -1,78 +1,57 @@
-"""Compiling and keeping kernels: one dict from specification to compiled function.
+"""From a specification to its compiled function: this process's memory, then the disk, then the compiler.
 
 A specification is a NamedTuple of everything that a kernel is specialised for, and nothing else: no tensor, no B, T, N.
-It is the compile key as it stands. The compiled function takes torch tensors through TVM-FFI, switches to their device
-and launches on its current torch stream.
+It is the compile key as it stands. Its kernel is in the module of the same name under `accel.kernels.device`, which
+imports the compiler; `get` is the only way there, so a kernel that the disk holds costs no such import. The function
+takes torch tensors by position through TVM-FFI, switches to their device and launches on its current torch stream.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import threading
 from collections.abc import Callable
 from typing import Any
 
-import cutlass.cute as cute
-import torch
-from cutlass import BFloat16, Float16, Float32, Int32, Int64
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from accel.kernels import cache, capture
 
-CUTE_DTYPE = {
-    torch.bfloat16: BFloat16,
-    torch.float16: Float16,
-    torch.float32: Float32,
-    torch.int32: Int32,
-    torch.int64: Int64,
-}
-
-_compiled: dict[Any, Callable] = {}
+_functions: dict[Any, Callable] = {}
 _lock = threading.Lock()
 _compilations = 0
 
 
 def compilations() -> int:
-    """How many kernels this process has compiled."""
+    """How many kernels this process has compiled; those that came from the disk do not count."""
     return _compilations
 
 
-def get(spec: Any, build: Callable[[Any], Callable]) -> Callable:
-    """The compiled function of a specification; `build(spec)` makes it once, whichever thread comes first."""
-    function = _compiled.get(spec)
+def specifications() -> list[Any]:
+    """Those whose functions this process holds."""
+    return list(_functions)
+
+
+def get(spec: Any) -> Callable:
+    """The function of a specification; it is made once, whichever thread comes first.
+
+    Until it has been called it is a `capture.FirstCall`, so that a CUDA graph may be captured around its first call.
+    """
+    function = _functions.get(spec)
     if function is None:
-        with _lock:
-            function = _compiled.get(spec)
+        with _lock, capture.relaxed():
+            function = _functions.get(spec)
             if function is None:
-                global _compilations
-                function = _compiled[spec] = build(spec)
-                _compilations += 1
+                made = cache.get(spec, _compile)
+                function = _functions[spec] = capture.FirstCall(made, functools.partial(_functions.__setitem__, spec))
     return function
 
 
-def compile_for(arch: str, kernel: Any, *args: Any, keep: bool = False) -> Callable:
-    """Compile `kernel(*args, stream)` for one architecture; `keep` leaves PTX and CUBIN files in the working folder."""
-    options = f"--enable-tvm-ffi --gpu-arch {arch}" + (" --keep-ptx --keep-cubin" if keep else "")
-    return cute.compile(kernel, *args, make_fake_stream(use_tvm_ffi_env_stream=True), options=options)
+def body(spec: Any) -> Any:
+    """The module with the kernel of a specification; importing it imports the compiler."""
+    return importlib.import_module(f"{__package__}.device.{type(spec).__module__.rpartition('.')[2]}")
 
 
-def fake(dtype: torch.dtype | None, shape: tuple, stride: tuple) -> Any:
-    """A stand-in tensor for compilation: None in `shape` or `stride` is any extent or stride; None for no tensor."""
-    if dtype is None:
-        return None
-    extents = tuple(cute.sym_int() if extent is None else extent for extent in shape)
-    strides = tuple(cute.sym_int64() if step is None else step for step in stride)
-    return make_fake_tensor(CUTE_DTYPE[dtype], extents, strides)
-
-
-def widest(chunk: int) -> int:
-    """Bytes of the widest access, at most 16, that divides a chunk of neighbouring bytes."""
-    return min(16, chunk & -chunk)
-
-
-def alignment(limit: int, element: int, *quantities: int) -> int:
-    """`limit` bytes where every address and byte stride is a multiple of it, else one element.
-
-    Two answers and not all powers of two between: each one is another kernel to compile.
-    """
-    bits = limit
-    for quantity in quantities:
-        bits |= quantity
-    return limit if bits & -bits >= limit else element
+def _compile(spec: Any) -> Any:
+    global _compilations
+    _compilations += 1
+    return body(spec).build(spec)

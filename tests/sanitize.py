@@ -17,6 +17,7 @@ import traceback
 from dataclasses import dataclass
 
 import reference
+import test_dense as dense
 import test_ops_conv as conv
 import test_ops_update as update
 import torch
@@ -146,6 +147,27 @@ class BadSlot:
         reference.assert_same_bits(state, after)
 
 
+@dataclass(frozen=True)
+class Dense:
+    """A dense convolution, forward and backward."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    layout: str = "dense"
+
+    def check(self, device):
+        dilation = self.shape[4]
+        tensors = dense.made("cpu", self.dtype, self.shape)
+        x, weight, bias = tensors = [dense.serve_like(self.layout, tensors[0]), *tensors[1:]]
+        leaves = [tight(tensor, device).requires_grad_() for tensor in tensors]
+        y = ops.causal_conv1d_dense(*leaves, dilation=dilation)
+        dense.close(y.cpu(), *dense.reference(x, weight, bias, dilation), self.dtype, slack=1.3)
+        dy = torch.randn(y.shape).to(self.dtype)
+        found = torch.autograd.grad(y, leaves, tight(dy, device))
+        for gradient, wanted in zip(found, dense.gradients(tensors, dilation, dy), strict=True):
+            dense.close(gradient.cpu(), *wanted, self.dtype, slack=1.3)
+
+
 def expect(error):
     try:
         accel.check()
@@ -192,9 +214,19 @@ def update_cases():
     yield from (BadSlot(slot) for slot in (4, -7, 2))
 
 
+def dense_cases():
+    yield Dense(BF16, (2, 72, 136, 3, 5, 264))
+    yield Dense(FP16, (1, 264, 72, 3, 7, 136))
+    yield Dense(BF16, (1, 40, 40, 2, 129, 264))
+    yield Dense(BF16, (2, 33, 65, 3, 2, 77))
+    yield Dense(FP16, (1, 24, 16, 4, 1, 48), "sliced")
+    yield Dense(BF16, (1, 16, 24, 3, 2, 40), "channel-last")
+
+
 def cases():
     yield from update_cases()
     yield from conv_cases()
+    yield from dense_cases()
     yield VarlenStates(BF16, torch.int32, 0)
     yield VarlenStates(FP32, torch.int64, 3)
     yield from (BadPacking(layout) for layout in ("channel-last", "channel-first"))

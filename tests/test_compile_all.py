@@ -12,18 +12,19 @@ import math
 import pathlib
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from accel import environment, matrix
-from accel.call import BackwardCall, ConvCall, StatesCall, UpdateCall
+from accel.call import BackwardCall, ConvCall, DenseBackwardCall, DenseCall, StatesCall, UpdateCall
 from accel.dispatch import OPERATIONS
 from accel.environment import DeviceFacts
 from accel.errors import StatusWord
 from accel.kernels import contract
+from accel.ops import dense as dense_op
 from accel.ops.door import kernels
 from accel.reasons import Decline
 
@@ -84,6 +85,24 @@ FORWARD_AXES = SEQUENCE_AXES | {"residual": (None, "like", "strided")}
 BACKWARD_AXES = SEQUENCE_AXES | {
     "dy": ("like", "expanded", "transposed", None),
     "needs": ("all", "x", "parameters", "initial"),
+}
+
+DENSE_AXES = {
+    "dtype": (BF16, FP16),
+    "bias": (False, True),
+    "activation": (None, "silu", "relu", "gelu"),
+    "outputs": (64, 128),
+    "inputs": (64, 256),
+    "tokens": (256, 250, 251),
+    "unaligned": (False, True),
+}
+DENSE_BACKWARD_AXES = {
+    "dtype": (BF16, FP16),
+    "outputs": (64, 128),
+    "inputs": (64, 128),
+    "tokens": (256, 251),
+    "unaligned": (False, True),
+    "unaligned_dy": (False, True),
 }
 
 
@@ -233,19 +252,36 @@ def states(dtype=BF16, packing="dense", initial=False, channels=64, size=SMALL, 
     return StatesCall(x, tensor(n, channels, 3, dtype=dtype) if initial else None, cu_seqlens, 3, False)
 
 
-def specifications(call: Any, arch: str = MAIN, trap: bool = False) -> dict[Any, Callable]:
-    """The specification of every kernel that a call launches, and what builds it."""
-    found = {}
+def dense(dtype=BF16, bias=True, activation=None, outputs=128, inputs=128, tokens=256, unaligned=False) -> DenseCall:
+    """A dense convolution; `unaligned`: no vector may be read from x."""
+    x = tensor(2, inputs, tokens, dtype=dtype, shift=int(unaligned))
+    weight = tensor(outputs, inputs, 3, dtype=dtype)
+    return DenseCall(x, weight, tensor(outputs, dtype=dtype) if bias else None, 2, 1, activation)
 
-    def note(spec, build):
-        found[spec] = build
+
+def dense_backward(unaligned_dy=False, **options) -> DenseBackwardCall:
+    """Its gradients."""
+    call = dense(bias=True, **options)
+    dy = tensor(2, call.weight.shape[0], call.x.shape[2], dtype=call.x.dtype, shift=int(unaligned_dy))
+    return DenseBackwardCall(call.x, dy, call.weight, 2, 1, True, True, True)
+
+
+def specifications(call: Any, arch: str = MAIN, trap: bool = False) -> list[Any]:
+    """The specification of every kernel that a call launches, in order."""
+    found = []
+
+    def note(spec):
+        found.append(spec)
         return lambda *tensors: None
 
     cpu = torch.device("cpu")
     facts = DeviceFacts(cpu, "cute", arch, "compiled only", 132, False, trap, StatusWord(cpu))
-    operation = OPERATIONS[type(call)]
+    operation = OPERATIONS.get(type(call))
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(jit, "get", note)
+        if operation is None:
+            dense_op.backward(call, facts)
+            return found
         plan = operation.prepare(call, facts)
         assert not isinstance(plan, Decline), f"{plan}: {call}"
         operation.run(call, facts, plan)
@@ -261,6 +297,10 @@ def table() -> Iterator[Any]:
         yield from (backward(**choice) for choice in pairs(BACKWARD_AXES | layouts))
     for dtype, packing, initial in itertools.product((BF16, FP16, FP32), ("dense", "int32", "int64"), (False, True)):
         yield states(dtype, packing, initial)
+    for choice in pairs(DENSE_AXES):
+        yield dense(**choice)
+    for choice in pairs(DENSE_BACKWARD_AXES):
+        yield dense_backward(**choice)
     # where registers are shortest: everything at once
     everything = {"bias": "as weight", "initial": True, "final": True}
     for layout, width, packing in itertools.product(
@@ -286,18 +326,17 @@ def few() -> Iterator[Any]:
     yield backward(layout="channel-first")
     yield backward(layout="channel-first", width=3, packing="int32")
     yield states(packing="int64", initial=True)
+    yield dense(activation="silu")
+    yield dense_backward(outputs=64)
 
 
-def families() -> dict[Any, Callable]:
-    found = {}
-    for call in table():
-        found |= specifications(call)
-    found |= specifications(forward(packing="int32"), trap=True)
-    found |= specifications(forward(packing="int64"), trap=True)
-    for call in few():
-        for arch in contract.ARCHITECTURES:
-            found |= specifications(call, arch)
-    return found
+def families() -> dict[Any, None]:
+    """Every specification once, in order."""
+    found = [spec for call in table() for spec in specifications(call)]
+    found += specifications(forward(packing="int32"), trap=True)
+    found += specifications(forward(packing="int64"), trap=True)
+    found += [spec for call in few() for arch in contract.ARCHITECTURES for spec in specifications(call, arch)]
+    return dict.fromkeys(found)
 
 
 def label(spec: Any) -> str:
@@ -312,7 +351,6 @@ def label(spec: Any) -> str:
 
 FAMILIES = families()
 ALL = [pytest.param(spec, id=f"{number}-{label(spec)}") for number, spec in enumerate(FAMILIES)]
-BUILDS = {type(spec): build for spec, build in FAMILIES.items()}
 
 
 @pytest.fixture(scope="module")
@@ -326,9 +364,11 @@ def artifacts(tmp_path_factory):
         with pytest.MonkeyPatch.context() as patch:
             # the compiler takes the folder for what it keeps from the process's start, not from each call
             patch.setattr(
-                cute, "compile", lambda *args, options: compile_(*args, options=f"{options} --dump-dir {folder}")
+                cute,
+                "compile",
+                lambda *args, options, **others: compile_(*args, options=f"{options} --dump-dir {folder}", **others),
             )
-            BUILDS[type(spec)](spec, keep=True)
+            jit.body(spec).build(spec, keep=True)
         (ptx,), (cubin,) = folder.glob("*.ptx"), folder.glob("*.cubin")  # sm_110a names its files sm_101a
         return ptx.read_text(), cubin
 
@@ -378,15 +418,28 @@ def accesses(ptx: str, kind: str) -> set[int]:
     ],
 )
 def test_aligned_bf16_moves_in_wide_pieces(call, load, store, narrowest, arch, artifacts):
-    spec = next(iter(specifications(call, arch)))
+    spec = specifications(call, arch)[0]
     ptx, _ = artifacts(spec)
     loads, stores = accesses(ptx, "ld"), accesses(ptx, "st")
     assert (max(loads), max(stores), min(loads | stores)) == (load, store, narrowest), (loads, stores, spec)
 
 
 def test_the_backward_copies_16_bytes_at_a_time(artifacts):
-    ptx, _ = artifacts(next(iter(specifications(backward()))))
+    ptx, _ = artifacts(specifications(backward())[0])
     assert set(re.findall(r"(cp\.async\.c\w)\.[^;]*, (\d+), ", ptx)) == {("cp.async.cg", "16")}
+
+
+def test_the_dense_convolution_uses_the_tensor_cores(artifacts):
+    for arch in contract.ARCHITECTURES:
+        specs = [*specifications(dense(activation="silu"), arch), *specifications(dense_backward(outputs=64), arch)]
+        instructions = [re.findall(r"\b(wgmma\.mma_async|mma\.sync)", artifacts(spec)[0]) for spec in specs]
+        kind = "wgmma.mma_async" if arch == "sm_90a" else "mma.sync"
+        assert [set(found) for found in instructions] == [{kind}] * 3, arch
+    for inputs, tile in ((64, 128), (256, 256)):
+        (spec,) = specifications(dense(inputs=inputs))
+        ptx, _ = artifacts(spec)
+        assert f"wgmma.mma_async.sync.aligned.m64n{tile}k16.f32.bf16.bf16" in ptx
+        assert "cp.async.bulk.tensor.3d" in ptx
 
 
 # Calls that differ in sizes, strides and counts alone, within one family of alignment.
@@ -428,31 +481,36 @@ SAME = {
     "backward-channel-first": [
         backward(layout="channel-first", channels=d, size=size) for d, size in ((64, LARGE), (3, (5, 8)))
     ],
+    "dense": [dense(outputs=m, inputs=c, tokens=t) for m, c, t in ((128, 256, 256), (640, 512, 8), (65, 1000, 8192))],
+    "dense-rows": [dense(outputs=m, inputs=c, tokens=t) for m, c, t in ((64, 64, 251), (3, 1, 9))],
     "states": [states(channels=d, size=size) for d, size in ((64, SMALL), (63, (5, 1)))],
 }
 
 
 @pytest.mark.parametrize("calls", SAME.values(), ids=list(SAME))
 def test_sizes_and_strides_are_no_part_of_a_specification(calls):
-    first, *others = (list(specifications(call)) for call in calls)
+    first, *others = (specifications(call) for call in calls)
     assert all(other == first for other in others)
 
 
-def test_a_second_call_compiles_nothing():
+def test_a_second_call_compiles_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCEL_CACHE_DIR", str(tmp_path))
     calls = [update(rows=1, channels=512), update(rows=100, channels=2048, sliced=True)]
     # an architecture of which no other test keeps kernels
-    (spec, build), (again, _) = (next(iter(specifications(call, "sm_87").items())) for call in calls)
+    spec, again = (specifications(call, "sm_87")[0] for call in calls)
     before = jit.compilations()
-    function = jit.get(spec, build)
+    function = jit.get(spec)
     assert jit.compilations() == before + 1
-    assert jit.get(again, build) is function
+    assert jit.get(again) is function
     assert jit.compilations() == before + 1
 
 
 @pytest.mark.parametrize("arch", contract.ARCHITECTURES)
 def test_every_kernel_is_compiled_for_every_architecture(arch):
-    folder = pathlib.Path(jit.__file__).parent
+    folder = pathlib.Path(jit.__file__).parent / "device"
     kernel_files = {path.stem for path in folder.glob("*.py") if re.search("^def build", path.read_text(), re.M)}
+    if arch != "sm_90a":
+        kernel_files -= {"dense_wgmma", "dense_weight_wgmma"}  # instructions that no other architecture has
     assert {type(spec).__module__.rpartition(".")[2] for spec in FAMILIES if spec.arch == arch} == kernel_files
 
 
@@ -466,6 +524,8 @@ def test_the_matrix_says_what_the_contracts_say():
     for operation, backends in table.operations.items():
         limits = contracts.get(operation, contract.CONV)
         assert backends.keys() == {"cute", "cpu"}
+        if operation == contract.DENSE.op:
+            limits, backends = contract.DENSE, {"cute": backends["cute"]}  # torch takes any dtype on the CPU
         for support in backends.values():
             assert support.dtypes == tuple(str(dtype).removeprefix("torch.") for dtype in limits.dtypes)
             if operation in contracts:

@@ -15,7 +15,7 @@ from accel.dispatch import Explanation, wrap
 from accel.reasons import Reason
 
 N, D, T, W = 3, 8, 5, 4
-UPDATE, CONV = "fla.causal_conv1d_update", "fla.causal_conv1d@0.4.2"
+UPDATE, CONV, CONV_060 = "fla.causal_conv1d_update", "fla.causal_conv1d@0.4.2", "fla.causal_conv1d@0.6.0"
 BACKWARD, STATES = "fla.causal_conv1d_bwd@0.6.0", "fla.causal_conv1d_update_states"
 
 
@@ -52,6 +52,12 @@ def sequence():
     return dict(x=torch.randn(2, T, D), weight=torch.randn(D, W), activation="silu", output_final_state=True)
 
 
+def parallel(**options):
+    """A rank's part of two sequences, as FLA's context-parallel code is called."""
+    context = types.SimpleNamespace(cu_seqlens=torch.tensor([0, 2, T], dtype=torch.int32))
+    return {"x": torch.randn(1, T, D), "weight": torch.randn(D, W), "cp_context": context, **options}
+
+
 def split_heads():
     """[B, T, H, d] whose heads are not neighbours in memory."""
     return torch.randn(2, T, 4, D // 4).transpose(2, 3)
@@ -68,7 +74,8 @@ FALLBACKS = {
     "no weight": (UPDATE, lambda: dict(x=torch.randn(N, D), cache=None), None),
     "activation list": (UPDATE, lambda: {**step(), "activation": ["silu"]}, None),
     "x without axes": (UPDATE, lambda: {**step(), "x": torch.tensor(1.0)}, None),
-    "context parallel": (CONV, lambda: {**sequence(), "cp_context": object()}, Reason.CONTEXT_PARALLEL),
+    "context parallel": (CONV_060, lambda: parallel(backend="cuda"), Reason.CONTEXT_PARALLEL),
+    "no context": (CONV, lambda: {**sequence(), "cp_context": object()}, Reason.UNSUPPORTED_ARGUMENT),
     "backend": (CONV, lambda: {**sequence(), "backend": "cuda"}, Reason.UNSUPPORTED_ARGUMENT),
     "heads apart": (CONV, lambda: {**sequence(), "x": split_heads()}, Reason.UNSUPPORTED_ARGUMENT),
     "no filter": (CONV, lambda: {**sequence(), "weight": None}, Reason.UNSUPPORTED_ARGUMENT),
@@ -104,6 +111,21 @@ def test_a_fallback_is_the_original_with_the_very_arguments(name, positional):
     (route,) = routes
     assert route.path == "fallback" and route.backend is None
     assert reason is None or route.reason == reason.value
+
+
+@pytest.mark.parametrize("adapter", [CONV, CONV_060])
+@pytest.mark.parametrize("dtype, expected", [(torch.float32, "native:cpu"), (torch.float64, "fallback:dtype")])
+def test_a_call_that_the_upstream_takes_apart_has_the_route_of_its_part(adapter, dtype, expected):
+    wrapper, original = swapped(adapter)
+    kwargs = parallel(x=torch.randn(1, T, D, dtype=dtype))
+    with record_routes() as routes:
+        assert wrapper(**kwargs) is original.answer
+    ((args, got),) = original.calls
+    assert args == () and all(got[key] is kwargs[key] for key in kwargs)
+    assert routes == []
+    found = explain(wrapper, **kwargs)
+    assert (found.route.callable, str(found.route)) == ("causal_conv1d_fwd", expected)
+    assert [str(decline.reason) for decline in found.failed] == ([] if dtype == torch.float32 else ["dtype"])
 
 
 def test_too_many_arguments_are_the_originals_too():
@@ -303,7 +325,9 @@ def test_explain_a_native_call():
     before = memory(arguments)
     with record_routes() as routes:
         answer = explain(wrapper, **arguments)
-    assert isinstance(answer, Explanation) and answer.failed == () and str(answer) == "native:cpu"
+    assert isinstance(answer, Explanation) and answer.failed == () and str(answer.route) == "native:cpu"
+    lines = str(answer).splitlines()
+    assert lines[0] == "short_conv.causal_conv1d would take native:cpu" and lines[-1] == "every check holds"
     assert routes == [] and original.calls == []
     assert_untouched(arguments, before)
     wrapper(**arguments)
@@ -324,11 +348,30 @@ def test_explain_lists_every_failed_check():
         ("dtype", "conv_state"),
     ]
     assert str(answer).splitlines() == [
-        "fallback:autograd",
-        "  autograd: weight: expected no gradient (decode is inference only), got requires_grad",
-        "  shape: bias: expected [8], got [9]",
-        "  activation: activation: expected None, 'silu', 'swish', got 'gelu'",
-        "  dtype: conv_state: expected x's dtype torch.float32, got torch.float64",
+        "short_conv.causal_conv1d would take fallback:autograd",
+        "  x            [3, 8] float32 on cpu, strides (8, 1)",
+        "  form         'ND'",
+        "  conv_state   [3, 8, 4] float64 on cpu, strides (32, 4, 1)",
+        "  weight       [8, 4] float32 on cpu, strides (4, 1), requires grad",
+        "  bias         [9] float32 on cpu, strides (1,)",
+        "  activation   'gelu'",
+        "  pad_slot_id  -1",
+        "autograd: weight",
+        "  found   requires_grad",
+        "  wanted  no gradient (decode is inference only)",
+        "  fix     decode under `torch.no_grad()` or `torch.inference_mode()`",
+        "shape: bias",
+        "  found   [9]",
+        "  wanted  [8]",
+        "  fix     give the argument the shape that the check wanted",
+        "activation: activation",
+        "  found   'gelu'",
+        "  wanted  None, 'silu', 'swish'",
+        "  fix     activation None, and the other function after the call",
+        "dtype: conv_state",
+        "  found   torch.float64",
+        "  wanted  x's dtype torch.float32",
+        "  fix     x and its states in one of bfloat16, float16, float32; weight and bias like x or in float32",
     ]
     assert routes == [] and original.calls == []
     assert_untouched(arguments, before)
@@ -343,6 +386,7 @@ def test_explain_says_what_a_call_would_do(name):
     arguments = build()
     answer = explain(wrapper, **arguments)
     assert answer.failed and original.calls == []
+    assert str(answer).splitlines()[0].endswith(f"would take {answer.route}")
     wrapper(**arguments)
     assert answer.route == last_route()
 

@@ -85,6 +85,24 @@ def test_other_devices_have_no_backend():
     assert facts.backend is None and facts.detail == "no backend for meta devices"
 
 
+def test_a_gpu_that_is_not_there(monkeypatch):
+    """A fake tensor may name it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert environment.facts(GPU).backend is None and environment.facts(GPU).detail == "no backend for cuda devices"
+    check()
+
+
+def test_nothing_is_read_while_a_graph_is_captured(gpu, monkeypatch):
+    """Pinned memory must not be allocated then; the call is declined, and the next one outside reads the facts."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    for capturing, backend in ((True, None), (False, "cute"), (True, "cute")):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
+        facts = environment.facts(GPU)
+        assert facts.backend == backend
+        assert ("the capture of a CUDA graph: make one before it" in facts.detail) == (backend is None)
+    environment.forget()
+
+
 @pytest.mark.parametrize("text, on", [("1", True), ("true", True), ("", False), ("0", False), ("False", False)])
 @pytest.mark.parametrize("name, field", [("ACCEL_DISABLE", "disabled"), ("ACCEL_TRAP", "trap")])
 def test_flags(monkeypatch, name, field, text, on):

@@ -91,7 +91,7 @@ def test_the_file_is_read_once_and_frozen():
 def test_names():
     table = matrix.load()
     assert table.canonical("fla") == table.canonical("shortconv") == table.canonical("short_conv") == "short_conv"
-    assert table.canonical("mamba") == "mamba"
+    assert table.canonical("mamba") == "mamba" and table.canonical("conv1d") == "conv1d"
     with pytest.raises(ValueError, match=r"short_conv, .*mamba.*fla = short_conv.*'shrt_conv'"):
         table.canonical("shrt_conv")
 
@@ -179,7 +179,7 @@ def test_parameters_are_compared_without_annotations_and_spelling():
             "callables: [update]",
             r"^faults\[0\]\.callables: 'update' is no callable of",
         ),
-        ("planned:", "extra: 1\nplanned:", r"^extra \(line \d+\): unknown key; known here: targets, planned"),
+        ("planned:", "extra: 1\nplanned:", r"^extra \(line \d+\): unknown key; known here: targets, modules, planned"),
         ("planned:", "planned: []\nplanned:", r"^planned \(line \d+\): key given twice"),
     ],
 )

@@ -97,7 +97,16 @@ def upstream(monkeypatch, tmp_path):
         "models": Target("", "models", (row(pattern, other, needs=("conv", "gone"), closures=(CLOSURE,)),)),
         "gone": Target("", "gone", (row(step),)),
     }
-    table = Matrix(MappingProxyType(targets), (), MappingProxyType({}), None, MappingProxyType({}), ())
+    nothing = MappingProxyType({})
+    table = Matrix(
+        MappingProxyType(targets),
+        modules=(),
+        planned=(),
+        aliases=nothing,
+        architectures=None,
+        operations=nothing,
+        faults=(),
+    )
     versions = {"conv": "1.0", "user": "1.0", "models": "1.0"}
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(matrix, "load", lambda: table)

@@ -1,10 +1,12 @@
 """The recorder of routes: last, counts, recordings, one warning a kind, in one thread and in several."""
 
 import logging
+import pickle
 import threading
 from collections import Counter
 
 import pytest
+import torch
 from upstreams import run_python
 
 from accel import last_route, record_routes, reset_routes, routes
@@ -21,7 +23,7 @@ def nothing_recorded(monkeypatch):
     """A recorder of its own for each test."""
     monkeypatch.setattr(routes, "_counts", {})
     monkeypatch.setattr(routes, "_finished", Counter())
-    monkeypatch.setattr(routes, "_logged", set())
+    monkeypatch.setattr(routes, "_firsts", {})
     monkeypatch.setattr(routes, "_thread", routes._Thread())
 
 
@@ -83,6 +85,24 @@ def test_counts_of_all_threads_finished_ones_too():
     in_threads(4, calls)
     record(NATIVE)
     assert route_counts() == {NATIVE: 2001, FALLBACK._replace(detail=""): 4}
+
+
+def test_counts_are_read_while_no_thread_moves_them(monkeypatch):
+    class Watched(Counter):
+        def copy(self):
+            assert routes._lock.locked()
+            return super().copy()
+
+    monkeypatch.setattr(routes, "_finished", Watched({NATIVE: 2}))
+    record(NATIVE)
+    assert route_counts() == {NATIVE: 3}
+
+
+def test_reports_fold():
+    """Those of ranks come through a pickle."""
+    first, second = {NATIVE: 2, OTHER: 1}, pickle.loads(pickle.dumps({NATIVE: 3, FALLBACK: 1}))
+    assert routes.fold([first, second]) == {NATIVE: 5, OTHER: 1, FALLBACK: 1}
+    assert first == {NATIVE: 2, OTHER: 1} and routes.fold([]) == {}
 
 
 def test_counts_leave_the_detail_out():
@@ -151,6 +171,48 @@ def test_one_warning_for_each_kind_of_fallback(caplog):
     assert caplog.records[5].getMessage() == text
 
 
+def test_the_first_of_each_kind_is_kept_with_its_line():
+    def fall_back(route):
+        record(route)
+
+    line = fall_back.__code__.co_firstlineno + 1
+    for route in (NATIVE, FALLBACK, FALLBACK._replace(detail="later"), ERROR):
+        fall_back(route)
+    where = f"{__file__}:{line} in fall_back"
+    assert routes.first_of_kinds() == {
+        ("a", "update", "fallback", "dtype"): (FALLBACK.detail, where),
+        ("a", "update", "error", "ValueError"): (ERROR.detail, where),
+    }
+
+
+def test_a_child_may_be_born_while_the_recorder_is_locked():
+    """Or the child's first count would wait for a thread that it does not have."""
+    code = """
+import os, threading, time
+from accel import routes
+stop = threading.Event()
+def busy():
+    while not stop.is_set():
+        with routes._lock:
+            time.sleep(0.001)
+threading.Thread(target=busy).start()
+for _ in range(5):
+    child = os.fork()
+    if not child:
+        routes.route_counts()
+        os._exit(3)
+    end = time.monotonic() + 20
+    while (done := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < end:
+        time.sleep(0.01)
+    if done == (0, 0):
+        os.kill(child, 9)
+    print(done[1] >> 8)
+stop.set()
+"""
+    done = run_python(code)
+    assert done.stdout.split() == ["3"] * 5, done.stdout + done.stderr
+
+
 def test_one_warning_from_many_threads(caplog):
     gate = threading.Barrier(8)
 
@@ -167,11 +229,26 @@ def test_reset(caplog):
     record(NATIVE)
     in_threads(1, lambda: record(FALLBACK))
     reset_routes()
-    assert route_counts() == {}
+    assert route_counts() == {} and routes.first_of_kinds() == {}
     caplog.clear()
     record(FALLBACK)
     assert [entry.levelname for entry in caplog.records] == ["WARNING"]
     assert route_counts() == {FALLBACK._replace(detail=""): 1}
+
+
+def test_a_call_in_a_compiled_graph_is_recorded_when_it_is_traced(caplog):
+    def step(x):
+        routes.note(*FALLBACK)
+        routes.note(*NATIVE)
+        return x + 1
+
+    run = torch.compile(step, backend="eager", fullgraph=True)
+    with record_routes() as seen, caplog.at_level(logging.WARNING, logger="accel"):
+        for _ in range(3):
+            run(torch.zeros(2))
+    assert seen == [FALLBACK, NATIVE] and last_route("a") == NATIVE
+    assert route_counts() == {FALLBACK._replace(detail=""): 1, NATIVE: 1}
+    assert len([entry for entry in caplog.records if entry.name == "accel"]) == 1
 
 
 TWICE = """

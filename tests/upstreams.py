@@ -16,6 +16,15 @@ from platformdirs import user_cache_dir
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# An FLA adds every other `fla` folder on the path to its own, a flash-linear-attention of another version among them.
+_ONE_FLA = """
+import pkgutil, sys
+pkgutil.extend_path = lambda path, name: path
+import fla, pytest
+assert fla.__version__ == {version!r}
+sys.exit(pytest.main({options!r}))
+"""
+
 
 def fla(version: str) -> Path:
     """A folder with fla-core alone: modules and ops, no layers and models, nothing of transformers."""
@@ -101,3 +110,26 @@ def run_python(
         text=True,
         timeout=timeout,
     )
+
+
+def run_parity(script: Path, marker: str, path: Sequence[Path], **env: str) -> str:
+    """Run a parity file with pytest in a process that sees these folders; its output, which is a failure's message."""
+    return _pytest("import pytest, sys; sys.exit(pytest.main({options!r}))", script, marker, (), path, env)
+
+
+def run_fla_parity(
+    script: Path, version: str, marker: str, *selection: str, beside: Sequence[Path] = (), **env: str
+) -> str:
+    """`run_parity` with this FLA and no part of another one; `selection` is what else pytest is told."""
+    return _pytest(_ONE_FLA, script, marker, selection, [fla(version), *beside], env, version=version)
+
+
+def _pytest(
+    code: str, script: Path, marker: str, selection: Sequence[str], path: Sequence[Path], env: Mapping, **words: str
+) -> str:
+    options = ["-q", "-m", marker, *selection, "-p", "no:cacheprovider", "--tb=short", "--show-capture=no", str(script)]
+    # the test that asks is the one that counts as evidence; no untimed choice of FLA's autotuner outlives it
+    env = {**env, "ACCEL_EVIDENCE": os.devnull, "FLA_CACHE_RESULTS": "0"}
+    done = run_python(code.format(options=options, **words), path=path, env=env, timeout=900)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    return done.stdout

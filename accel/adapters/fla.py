@@ -1,7 +1,7 @@
 """flash-linear-attention's callables: their signatures written out, to and from a call. Views only, no decisions.
 
 Shapes are FLA's: x [B, T, D], states [N, D, W] with W columns of real data; the convolution reads the last W-1.
-Where the order of parameters differs between versions, the name of the adapter ends with the first version that has it.
+Where parameters or their meaning differ between versions, the name of the adapter ends with the first that has them.
 `chunk_indices`, `cu_seqlens_cpu` and the block sizes belong to FLA's own schedule and are not needed.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from accel.call import BackwardCall, ConvCall, StatesCall, UpdateCall
+from accel.call import BackwardCall, ConvCall, InnerCall, StatesCall, UpdateCall
 from accel.dispatch import Adapter
 from accel.reasons import Decline, Reason
 
@@ -58,30 +58,47 @@ def _conv(
     )
 
 
-def _read_conv_042(
+def _read_conv_060(
     x, weight=None, bias=None, residual=None, initial_state=None, output_final_state=False, activation=None,
     backend="triton", cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None, cp_context=None, **kwargs
-) -> ConvCall | Decline:  # fmt: skip
+) -> ConvCall | InnerCall | Decline:  # fmt: skip
     if cp_context is not None:
-        # the halo exchange stays FLA's; it calls causal_conv1d_fwd and _bwd, which are swapped too
-        return Decline(Reason.CONTEXT_PARALLEL, "cp_context", "None", "a context")
+        if backend == "cuda":
+            found = "'cuda', whose path calls no function of FLA's"
+            return Decline(Reason.CONTEXT_PARALLEL, "backend", "'triton' with a cp_context", found)
+        return _parallel(x, weight, bias, residual, activation, cp_context)
     if backend != "triton":
         return Decline(Reason.UNSUPPORTED_ARGUMENT, "backend", "'triton'", repr(backend))
     return _conv(x, weight, bias, residual, initial_state, output_final_state, activation, cu_seqlens)
+
+
+def _parallel(x, weight, bias, residual, activation, cp_context) -> InnerCall:
+    # the halo comes as an initial state [N, D, W] of x's dtype, which is served whatever the rest is
+    call = _conv(x, weight, bias, residual, None, False, activation, cp_context.cu_seqlens)
+    return InnerCall("causal_conv1d_fwd", call)
+
+
+def _read_conv_042(
+    x, weight=None, bias=None, residual=None, initial_state=None, output_final_state=False, activation=None,
+    backend="triton", cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None, cp_context=None, **kwargs
+) -> ConvCall | InnerCall | Decline:  # fmt: skip
+    if cp_context is not None:  # backend and residual are not looked at then
+        return _parallel(x, weight, bias, None, activation, cp_context)
+    return _read_conv_060(x, weight, bias, residual, initial_state, output_final_state, activation, backend, cu_seqlens)
 
 
 def _read_conv_041(
     x, weight=None, bias=None, residual=None, initial_state=None, output_final_state=False, activation=None,
     backend="triton", cu_seqlens=None, chunk_indices=None, **kwargs
 ) -> ConvCall | Decline:  # fmt: skip
-    return _read_conv_042(x, weight, bias, residual, initial_state, output_final_state, activation, backend, cu_seqlens)
+    return _read_conv_060(x, weight, bias, residual, initial_state, output_final_state, activation, backend, cu_seqlens)
 
 
 def _read_conv_032(
     x, weight=None, bias=None, residual=None, initial_state=None, output_final_state=False, activation=None,
     backend="triton", cu_seqlens=None, **kwargs
 ) -> ConvCall | Decline:  # fmt: skip
-    return _read_conv_042(x, weight, bias, residual, initial_state, output_final_state, activation, backend, cu_seqlens)
+    return _read_conv_060(x, weight, bias, residual, initial_state, output_final_state, activation, backend, cu_seqlens)
 
 
 def _give_conv(outputs: Tensor | tuple[Tensor, Tensor], call: ConvCall) -> tuple[Tensor, Tensor | None]:
@@ -90,19 +107,9 @@ def _give_conv(outputs: Tensor | tuple[Tensor, Tensor], call: ConvCall) -> tuple
 
 
 def _read_fwd_060(
-    x,
-    weight,
-    bias,
-    residual,
-    initial_state=None,
-    output_final_state=False,
-    activation=None,
-    cu_seqlens=None,
-    cu_seqlens_cpu=None,
-    chunk_indices=None,
-    chunk_size=64,
-    layout_fallback=False,
-) -> ConvCall:
+    x, weight, bias, residual, initial_state=None, output_final_state=False, activation=None, cu_seqlens=None,
+    cu_seqlens_cpu=None, chunk_indices=None, chunk_size=64, layout_fallback=False
+) -> ConvCall:  # fmt: skip
     return _conv(x, weight, bias, residual, initial_state, output_final_state, activation, cu_seqlens)
 
 
@@ -181,20 +188,9 @@ def _backward(x, dy, dht, weight, bias, residual, initial_state, activation, cu_
 
 
 def _read_bwd_060(
-    x,
-    dy,
-    dht,
-    weight=None,
-    bias=None,
-    residual=None,
-    initial_state=None,
-    activation=None,
-    cu_seqlens=None,
-    cu_seqlens_cpu=None,
-    chunk_indices=None,
-    chunk_size=64,
-    layout_fallback=False,
-) -> BackwardCall:
+    x, dy, dht, weight=None, bias=None, residual=None, initial_state=None, activation=None, cu_seqlens=None,
+    cu_seqlens_cpu=None, chunk_indices=None, chunk_size=64, layout_fallback=False
+) -> BackwardCall:  # fmt: skip
     return _backward(x, dy, dht, weight, bias, residual, initial_state, activation, cu_seqlens)
 
 
@@ -275,6 +271,7 @@ ADAPTERS = {
     "fla.causal_conv1d@0.3.2": Adapter(ConvCall, _read_conv_032, _give_conv),
     "fla.causal_conv1d@0.4.1": Adapter(ConvCall, _read_conv_041, _give_conv),
     "fla.causal_conv1d@0.4.2": Adapter(ConvCall, _read_conv_042, _give_conv),
+    "fla.causal_conv1d@0.6.0": Adapter(ConvCall, _read_conv_060, _give_conv),
     "fla.causal_conv1d_fwd@0.3.2": Adapter(ConvCall, _read_fwd_032, _give_conv),
     "fla.causal_conv1d_fwd@0.4.1": Adapter(ConvCall, _read_fwd_041, _give_conv),
     "fla.causal_conv1d_fwd@0.4.2": Adapter(ConvCall, _read_fwd_042, _give_conv),

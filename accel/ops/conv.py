@@ -1,21 +1,38 @@
-"""`causal_conv1d` and `causal_conv1d_varlen_states`: full sequences, forward and backward.
+"""`causal_conv1d`: full sequences.
 
 Allocates outputs and launches; admission has checked everything. The autograd node is made only where a gradient is
-asked for.
+asked for, and torch.compile, modes and fake tensors get the registered operator instead. On a GPU what serves a call
+is found once and kept for calls of the same metadata (plans).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from accel import cpu
 from accel.admission import admit
-from accel.call import BackwardCall, ConvCall, StatesCall
+from accel.call import ConvCall
 from accel.environment import DeviceFacts
-from accel.kernels.contract import is_channel_last
-from accel.ops.door import facts_of, kernels
+from accel.ops import plans
+from accel.ops.door import facts_of, kernels, refuse
+from accel.ops.gradients import gradients, keep
+from accel.ops.outputs import Layout, allocate, fresh, layout_like, states_layout
 from accel.reasons import Decline
+from accel.tracing import observed
+
+
+class ForwardPlan(NamedTuple):
+    """What serves every call of the same metadata: the kernel, None where there is nothing to do, and its outputs."""
+
+    function: Callable | None
+    y: Layout
+    final_states: Layout | None
+    differentiable: bool
 
 
 def causal_conv1d(
@@ -66,7 +83,9 @@ def causal_conv1d(
     facts = facts_of(x)
     if state_len is None:
         like = weight if final_states_out is None else final_states_out
-        state_len = like.shape[-1] - (like is weight) if isinstance(like, Tensor) and like.dim() else 0
+        state_len = like.shape[-1] if isinstance(like, Tensor) and like.dim() else 1
+        if like is weight:
+            state_len -= 1
     call = ConvCall(
         x,
         weight,
@@ -82,43 +101,65 @@ def causal_conv1d(
         False,
         False,
     )
-    _refuse("causal_conv1d", admit(call, facts))
-    return run(call, facts)
+    plan = admit(call, facts) if is_compiling() else prepare(call, facts)
+    if isinstance(plan, Decline):
+        refuse("causal_conv1d", plan)
+    return run(call, facts, plan)
 
 
-def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -> Tensor:
-    """The last `state_len` tokens of each packed sequence, zeros before its start.
-
-    Args:
-        x: [T, D], any strides, bf16, fp16 or fp32.
-        cu_seqlens: [N+1] int32 or int64.
-        state_len: columns of the states.
-
-    Returns:
-        [N, D, state_len], channel-last (stride 1 over D); no gradient.
-
-    Source: `causal_conv1d_varlen_states` of causal-conv1d 1.7.0.
-    """
-    facts = facts_of(x)
-    if x.dim() != 2:
-        raise ValueError(f"causal_conv1d_varlen_states: x: expected [T, D], got {list(x.shape)}")
-    call = StatesCall(x.detach().t().unsqueeze(0), None, cu_seqlens, state_len, False)
-    _refuse("causal_conv1d_varlen_states", admit(call, facts))
-    return run_states(call, facts)
-
-
-def _refuse(name: str, decline: Decline | None) -> None:
+def prepare(call: ConvCall, facts: DeviceFacts) -> ForwardPlan | Decline | None:
+    """Admit a call and plan it, or the failed check; None where `run` needs no plan."""
+    x, weight, bias, residual, activation, cu_seqlens, seq_idx, initial, returns, out, length, compact, last = call
+    tensors = (x, weight)
+    optional = (bias, residual, cu_seqlens, seq_idx, initial)
+    present = tuple(tensor is not None for tensor in optional)
+    if True in present:
+        tensors = (x, weight, *(tensor for tensor in optional if tensor is not None))
+    kind = ("forward", activation, present, returns, length, compact, last, torch.is_grad_enabled())
+    keep = out is None  # what a given output shares memory with is asked in every call
+    if keep and (plan := plans.find(facts.plans, kind, tensors)) is not None:
+        return plan
+    decline = admit(call, facts)
     if decline is not None:
-        raise decline.error(f"{name}: {decline}")
+        return decline
+    if facts.backend != "cute" or observed(x):
+        return None
+    plan = plan_of(call, facts)
+    if keep:
+        plans.keep(facts.plans, kind, tensors, plan._replace(function=plans.bare(plan.function)))
+    return plan
 
 
-def run(call: ConvCall, facts: DeviceFacts, plan: None = None) -> Tensor | tuple[Tensor, Tensor]:
+def plan_of(call: ConvCall, facts: DeviceFacts) -> ForwardPlan:
+    """The plan of an admitted call on a GPU."""
+    y, final_states = layout_like(call), None
+    if call.return_final_states and call.final_states_out is None:
+        final_states = states_layout(call, call.state_len)
+    # without memory: a fresh tensor is aligned, and so are these
+    outputs = [None if layout is None else fresh(layout, call.x, "meta") for layout in (y, final_states)]
+    if call.final_states_out is not None:
+        outputs[1] = call.final_states_out
+    function = kernels().conv_fwd.find(call, *outputs, facts.arch)
+    return ForwardPlan(function, y, final_states, torch.is_grad_enabled() and _requires_grad(call))
+
+
+def run(call: ConvCall, facts: DeviceFacts, plan: ForwardPlan | None) -> Tensor | tuple[Tensor, Tensor]:
     """Serve an admitted call; through autograd only where something requires a gradient."""
-    if torch.is_grad_enabled() and _requires_grad(call):
-        outputs = _Conv.apply(call, facts, call.x, call.weight, call.bias, call.residual, call.initial_states)
-        return outputs if call.return_final_states else outputs[0]
-    outputs = forward(call, facts)
+    if plan is None and observed(call.x):
+        outputs = _operator(call)
+    elif plan.differentiable if plan is not None else torch.is_grad_enabled() and _requires_grad(call):
+        outputs = _Conv.apply(call, facts, plan, call.x, call.weight, call.bias, call.residual, call.initial_states)
+    else:
+        outputs = forward(call, facts, plan)
     return outputs if call.return_final_states else outputs[0]
+
+
+def _operator(call: ConvCall) -> tuple[Tensor, Tensor]:
+    arguments = [value for name, value in zip(call._fields, call, strict=True) if name != "final_states_out"]
+    y, final_states = torch.ops.accel.causal_conv1d(*arguments)
+    if call.final_states_out is not None:
+        final_states = call.final_states_out.copy_(final_states)
+    return y, final_states
 
 
 def _requires_grad(call: ConvCall) -> bool:
@@ -130,135 +171,24 @@ def _requires_grad(call: ConvCall) -> bool:
 
 class _Conv(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, call: ConvCall, facts: DeviceFacts, x, weight, bias, residual, initial_states):
-        ctx.facts = facts
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight, bias, initial_states, call.cu_seqlens, call.seq_idx)
-        ctx.activation, ctx.state_len = call.activation, call.state_len
-        y, final_states = forward(call, facts)
-        return y, final_states
+    def forward(ctx, call: ConvCall, facts: DeviceFacts, plan: ForwardPlan | None, *_):
+        keep(ctx, call, facts)
+        return forward(call, facts, plan)
 
     @staticmethod
     def backward(ctx, dy, dfinal_states):
-        x, weight, bias, initial_states, cu_seqlens, seq_idx = ctx.saved_tensors
-        _, _, needs_x, needs_weight, needs_bias, needs_residual, needs_initial = ctx.needs_input_grad
-        if dy is None and dfinal_states is None:
-            return (None,) * 7
-        call = BackwardCall(
-            x,
-            dy,
-            dfinal_states,
-            weight,
-            bias,
-            None,
-            ctx.activation,
-            cu_seqlens,
-            seq_idx,
-            initial_states,
-            ctx.state_len,
-            needs_x,
-            needs_weight,
-            needs_bias,
-            needs_initial,
-            False,
-        )
-        gradients = backward(call, ctx.facts)
-        if torch.is_grad_enabled():
-            gradients = _Once.apply(x, weight, *gradients)
-        dx, dweight, dbias, dinitial = gradients
-        dresidual = dy if needs_residual else None
-        if needs_residual and seq_idx is not None:
-            dresidual = dy.masked_fill((seq_idx < 0).unsqueeze(1), 0)
-        return None, None, dx, dweight, dbias, dresidual, dinitial
+        return None, None, None, *gradients(ctx, ctx.needs_input_grad[3:], dy, dfinal_states)
 
 
-class _Once(torch.autograd.Function):
-    """Passes gradients on and refuses to be differentiated: under create_graph they would look like constants."""
-
-    @staticmethod
-    def forward(ctx, x, weight, *gradients):
-        return tuple(None if gradient is None else gradient.view_as(gradient) for gradient in gradients)
-
-    @staticmethod
-    def backward(ctx, *_):
-        raise RuntimeError("causal_conv1d: the second derivative is not implemented")
-
-
-def forward(call: ConvCall, facts: DeviceFacts) -> tuple[Tensor, Tensor | None]:
-    """y and, where asked for, the final states, without autograd."""
+def forward(call: ConvCall, facts: DeviceFacts, plan: ForwardPlan | None) -> tuple[Tensor, Tensor | None]:
+    """y and, where asked for, the final states, without autograd; with a plan on a GPU."""
     facts.status.raise_pending()
-    y = _like(call)
-    final_states = None
-    if call.return_final_states:
-        final_states = call.final_states_out
-        if final_states is None:
-            count = call.x.shape[0] if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
-            final_states = _states(call.x, count, call.state_len, call.compact_states)
-    if facts.backend == "cute":
-        kernels().conv_fwd.launch(call, y, final_states, facts)
-    else:
+    if plan is None:
+        y, final_states = allocate(call)
         cpu.conv(call, y, final_states, facts.status)
+        return y, final_states
+    y = fresh(plan.y, call.x)
+    final_states = call.final_states_out if plan.final_states is None else fresh(plan.final_states, call.x)
+    if plan.function is not None:
+        kernels().conv_fwd.launch(plan.function, call, y, final_states, facts)
     return y, final_states
-
-
-def backward(call: BackwardCall, facts: DeviceFacts, plan: None = None) -> tuple[Tensor | None, ...]:
-    """(dx, dweight, dbias, dinitial_states), each None where it is not needed."""
-    facts.status.raise_pending()
-    given = call.dx
-    direct = given is not None and _takes(given, call)
-    dx = given if direct else _like(call) if call.needs_x else None
-    dweight = torch.empty_like(call.weight, memory_format=torch.contiguous_format) if call.needs_weight else None
-    dbias = torch.empty_like(call.bias, memory_format=torch.contiguous_format) if call.needs_bias else None
-    dinitial = None
-    if call.needs_initial:
-        count, _, length = call.initial_states.shape
-        dinitial = _states(call.x, count, length, call.compact_states)
-    if facts.backend == "cute":
-        kernels().conv_bwd.launch(call, dx, dweight, dbias, dinitial, facts)
-    else:
-        cpu.conv_backward(call, dx, dweight, dbias, dinitial, facts.status)
-    if given is not None and not direct:
-        dx = given.copy_(dx)
-    return dx, dweight, dbias, dinitial
-
-
-def run_states(call: StatesCall, facts: DeviceFacts, plan: None = None) -> Tensor:
-    """The last tokens of every sequence, after its initial state."""
-    facts.status.raise_pending()
-    count = call.x.shape[0] if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
-    states = _states(call.x, count, call.state_len, call.compact_states)
-    if facts.backend == "cute":
-        kernels().last_tokens.launch(call, states, facts)
-    else:
-        cpu.states(call, states, facts.status)
-    return states
-
-
-def _like(call: ConvCall | BackwardCall) -> Tensor:
-    # dense in x's order of axes: a slice of a wider projection gives a dense [B, T, D] behind it, a slice of a matrix
-    # [D, B * T] a dense one. Packed batch rows need that order too: their tokens lie at one stride
-    x = call.x
-    b, d, t = x.shape
-    sb, sd, st = x.stride()
-    if is_channel_last(x):
-        if b > 1 and 0 < sb < st and not call.channel_last:
-            return torch.empty((t, b, d), dtype=x.dtype, device=x.device).permute(1, 2, 0)
-        return torch.empty((b, t, d), dtype=x.dtype, device=x.device).transpose(1, 2)
-    if b > 1 and 0 < sb < sd:
-        return torch.empty((d, b, t), dtype=x.dtype, device=x.device).transpose(0, 1)
-    return torch.empty((b, d, t), dtype=x.dtype, device=x.device)
-
-
-def _takes(dx: Tensor, call: BackwardCall) -> bool:
-    """Whether the kernels write into a given dx: vectors along the axis of x's, packed batch rows at one stride."""
-    if dx.stride(1 if is_channel_last(call.x) else 2) != 1:
-        return False
-    b, _, t = dx.shape
-    return call.cu_seqlens is None or b == 1 or dx.stride(0) == t * dx.stride(2)
-
-
-def _states(x: Tensor, count: int, length: int, compact: bool) -> Tensor:
-    d = x.shape[1]
-    if compact:
-        return torch.empty((count, d, length), dtype=x.dtype, device=x.device)
-    return torch.empty((count, length, d), dtype=x.dtype, device=x.device).transpose(1, 2)

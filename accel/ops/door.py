@@ -1,4 +1,4 @@
-"""The one door to CUTLASS, opened at the first native call on a GPU, and the facts of a call's device."""
+"""The one door to the kernels, opened at the first native call on a GPU, and what every operation begins with."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from types import ModuleType
 from torch import Tensor
 
 from accel.environment import DeviceFacts, facts
+from accel.reasons import Decline
 
 
 @functools.cache
 def kernels() -> ModuleType:
-    """`accel.kernels` with its kernel files loaded; the first call imports CUTLASS."""
-    for name in ("conv_update", "conv_update_tokens", "conv_fwd", "conv_bwd", "last_tokens"):
+    """`accel.kernels` with its launchers loaded; the compiler is imported where a kernel is not on the disk."""
+    for name in ("conv_update", "conv_update_tokens", "conv_fwd", "conv_bwd", "dense", "last_tokens"):
         importlib.import_module(f"accel.kernels.{name}")
     return importlib.import_module("accel.kernels")
 
@@ -24,3 +25,9 @@ def facts_of(x: Tensor) -> DeviceFacts:
     if not isinstance(x, Tensor):
         raise TypeError(f"x: expected a Tensor, got {type(x).__name__}")
     return facts(x.device)
+
+
+def refuse(name: str, decline: Decline | None) -> None:
+    """Raise the error of a failed check."""
+    if decline is not None:
+        raise decline.error(f"{name}: {decline}")

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import NoneType
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
 from accel import cpu
 from accel.admission import admit
 from accel.call import UpdateCall, form_of
 from accel.environment import DeviceFacts
+from accel.ops import plans
 from accel.ops.door import facts_of, kernels
 from accel.reasons import Decline
-
-try:
-    from torch._C._dynamo.guards import TensorGuards
-except ImportError:  # private to torch; without it every call asks admission
-    TensorGuards = None
-
-MAX_PLANS = 32  # kept of one kind of call and device
+from accel.tracing import observed
 
 
 def causal_conv1d_update(
@@ -81,70 +75,47 @@ def causal_conv1d_update(
         pad_slot_id,
         intermediate_states_out,
     )
-    plan = prepare(call, facts)
+    plan = admit(call, facts) if is_dynamo_compiling() else prepare(call, facts)
     if isinstance(plan, Decline):
         raise plan.error(f"causal_conv1d_update: {plan}")
     return run(call, facts, plan)
 
 
-def prepare(call: UpdateCall, facts: DeviceFacts) -> Callable | None | Decline:
-    """Admit a call and find the compiled kernel for it, or the failed check; None where no kernel is needed.
+def prepare(call: UpdateCall, facts: DeviceFacts, inside: bool = False) -> Callable | None | Decline:
+    """Admit a call and find the compiled kernel for it, or the failed check; None where `run` needs no kernel.
 
-    A decode step repeats the same metadata thousands of times, so an answer is kept behind a guard that compares the
-    metadata, dispatch keys included, in C++. What it does not see is looked at in every call: addresses, forward-mode
-    differentiation, and what is part of the kind.
+    `inside`: the registered operator asks.
     """
     x, form, state, weight, bias, residual, activation, cache_seqlens, indices, _, intermediate = call
     one_token = form != "NDT" and cache_seqlens is None and intermediate is None
-    keep = one_token and state is not None and TensorGuards is not None and type(activation) in (str, NoneType)
-    known = None
+    keep = one_token and state is not None
     if keep:
         kind = (form, activation, bias is None, residual is None, indices is None, torch.is_grad_enabled())
         tensors = (x, state, weight)
         if bias is not None or residual is not None or indices is not None:
             tensors = tuple(tensor for tensor in (*tensors, bias, residual, indices) if tensor is not None)
-        known = facts.plans.get(kind)
-        if known is not None and forward_ad._current_level < 0:
-            plan = _kept(known, tensors)
-            if plan is not None:
-                return plan
+        plan = plans.find(facts.plans, kind, tensors)
+        if plan is not None:
+            return plan
     decline = admit(call, facts)
     if decline is not None:
         return decline
-    if facts.backend != "cute" or x.numel() == 0:
+    if facts.backend != "cute" or x.numel() == 0 or not inside and observed(x):
         return None
     if not one_token:
         return kernels().conv_update_tokens.find(call, facts.arch)
     plan = kernels().conv_update.find(
         x, form, state, weight, bias, residual, indices, activation is not None, facts.arch
     )
-    if keep and _aligned(tensors):
-        guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-        # the newest first, and only so many: a server with more batch sizes than that asks admission now and then
-        facts.plans[kind] = [(guards, plan), *(known or ())][:MAX_PLANS]
+    if keep:
+        plans.keep(facts.plans, kind, tensors, plans.bare(plan))
     return plan
 
 
-def _kept(known: list, tensors: tuple[Tensor, ...]) -> Callable | None:
-    for guards, plan in known:
-        try:
-            if guards.check(*tensors):
-                return plan if _aligned(tensors) else None
-        except TypeError:  # not a tensor: admission says which
-            return None
-    return None
-
-
-def _aligned(tensors: tuple[Tensor, ...]) -> bool:
-    """Whether the widest accesses are allowed, as they were when a plan was kept."""
-    bits = 0
-    for tensor in tensors:
-        bits |= tensor.data_ptr()
-    return not bits & 15
-
-
-def run(call: UpdateCall, facts: DeviceFacts, plan: Callable | None) -> Tensor:
-    """Serve a prepared call on the backend of its device."""
+def run(call: UpdateCall, facts: DeviceFacts, plan: Callable | None, inside: bool = False) -> Tensor:
+    """Serve a prepared call on the backend of its device; through the registered operator where somebody observes."""
+    if plan is None and not inside and observed(call.x):
+        return torch.ops.accel.causal_conv1d_update(*call)
     status = facts.status
     status.raise_pending()
     x, _, state, weight, bias, residual, _, _, indices, pad_slot_id, _ = call

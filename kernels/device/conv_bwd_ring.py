@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-import torch
 from cutlass import Float32, Int32, Int64, const_expr
 
+from accel.kernels.conv_bwd_last import BATCH
 from accel.kernels.device import copy_async
-from accel.kernels.tokens import element_offset, vector_alignment
-
-BATCH = 4  # rows that a ring stage holds of x and of dy
+from accel.kernels.device.tokens import element_offset
 
 
 class Ring:
@@ -107,13 +105,3 @@ class Ring:
                     if const_expr(spec.has_initial and spec.packing != "cu_seqlens"):
                         value = mInitial[b, d + c, mInitial.shape[2] + token].to(Float32)
                 rWindow[k * spec.vec + c] = value
-
-
-def copy_width(tensor: torch.Tensor, row: int) -> int:
-    """Bytes of one asynchronous copy, at most an eighth of a row so that a warp has work; 0 where none is possible."""
-    if tensor.stride(1) != 1 and tensor.shape[1] != 1:
-        return 0
-    for width in (16, 4):
-        if width <= row // 8 and vector_alignment(tensor, True, width) == width:
-            return width
-    return 0

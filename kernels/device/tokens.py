@@ -1,13 +1,11 @@
-"""Tokens of a [B, D, T] tensor: offsets, weights, where sequences start, and what the host asks of their layout."""
+"""Tokens of a [B, D, T] tensor: offsets, weights, and where sequences start."""
 
 from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-import torch
 from cutlass import Boolean, Int32, Int64, const_expr
 
-from accel.kernels import jit
 from accel.kernels.device import load_vector, store_vector
 
 
@@ -151,35 +149,3 @@ def token_strides(channel_last: bool, unit_stride: bool) -> tuple:
     if not unit_stride:
         return (None, None, None)
     return (None, 1, None) if channel_last else (None, None, 1)
-
-
-def residual_kind(residual: torch.Tensor | None, channel_last: bool) -> str | None:
-    """Whether the residual is read in vectors as x is."""
-    if residual is None:
-        return None
-    return "like" if residual.stride(1 if channel_last else 2) == 1 else "strided"
-
-
-def vector_alignment(tensor: torch.Tensor, channel_last: bool, vector: int) -> int:
-    """The alignment in bytes of every vector of a [B, D, T] tensor."""
-    size = tensor.element_size()
-    sb, sd, st = tensor.stride()
-    other = st if channel_last else sd
-    batch = sb * size if tensor.shape[0] > 1 else 0
-    return jit.alignment(min(vector, 16), size, tensor.data_ptr(), batch, other * size)
-
-
-def weight_alignment(weight: torch.Tensor, vec: int) -> int:
-    """The alignment in bytes of the taps of `vec` neighbouring channels; 0 where weight is not dense."""
-    width = weight.shape[1]
-    if weight.stride() != (width, 1):
-        return 0
-    size = weight.element_size()
-    return jit.alignment(jit.widest(vec * width * size), size, weight.data_ptr())
-
-
-def packing_of(call) -> str:
-    """How a call says where sequences begin."""
-    if call.cu_seqlens is not None:
-        return "cu_seqlens"
-    return "dense" if call.seq_idx is None else "seq_idx"

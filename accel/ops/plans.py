@@ -1,0 +1,58 @@
+"""Plans that are kept: a call whose metadata were admitted before is not asked again.
+
+A decode step and a training step repeat the same metadata thousands of times, so what was found for a call is kept
+behind a guard that compares the metadata, dispatch keys included, in C++. What the guard does not see is looked at in
+every call: addresses, forward-mode differentiation, who observes, and what is part of the kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from accel.tracing import function_modes, observed
+
+try:
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:  # private to torch; without it every call asks admission
+    TensorGuards = None
+
+MAX_PLANS = 32  # kept of one kind of call and device
+
+
+def find(plans: dict, kind: Hashable, tensors: tuple[Tensor, ...]) -> Any:
+    """The plan kept for such a call, None where there is none. The first of `tensors` is x."""
+    try:
+        known = plans.get(kind)
+    except TypeError:  # an odd activation or flag: admission says what is wrong
+        return None
+    if known is None or forward_ad._current_level >= 0 or function_modes() and observed(tensors[0]):
+        return None
+    for guards, plan in known:
+        try:
+            if guards.check(*tensors):
+                bits = 0
+                for tensor in tensors:
+                    bits |= tensor.data_ptr()
+                # as they were when it was kept: the widest accesses are allowed
+                return None if bits & 15 else plan
+        except TypeError:  # not a tensor: admission says which
+            return None
+    return None
+
+
+def keep(plans: dict, kind: Hashable, tensors: tuple[Tensor, ...], plan: Any) -> None:
+    """Keep the plan of an admitted call for the next one of the same kind and metadata."""
+    if TensorGuards is None or any(tensor.data_ptr() & 15 for tensor in tensors):
+        return
+    guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    # the newest first, and only so many: a server with more shapes than that asks admission now and then
+    plans[kind] = [(guards, plan), *plans.get(kind, ())][:MAX_PLANS]
+
+
+def bare(function: Any) -> Any:
+    """A compiled function without what its first call needs (kernels.capture), which is made right after this."""
+    return getattr(function, "function", function)

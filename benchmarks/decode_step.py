@@ -1,0 +1,67 @@
+"""One decode step of an FLA model as a function of nothing: its token and its states stay where they are.
+
+So a step can be captured once and replayed, each replay going on where the last one ended. Torch only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+
+def states_of(layer: dict) -> list[Tensor]:
+    """The tensors of one layer's cache: the recurrent state, then those of its convolutions."""
+    return [layer["recurrent_state"], *layer["conv_state"]]
+
+
+class Step:
+    """After a prompt: `step()` feeds the last greedy token and gives the logits [N, V] after it."""
+
+    @torch.no_grad()
+    def __init__(self, model: nn.Module, prompt: Tensor):
+        out = model(input_ids=prompt, use_cache=True)
+        self.model, self.cache = model, out.past_key_values
+        self.token = out.logits[:, -1].argmax(-1, keepdim=True)
+        self.layers = [self.cache[index] for index in range(len(self.cache))]
+        self.states = [states_of(layer) for layer in self.layers]
+        self.saved = [tensor.clone() for tensor in self.tensors()]
+
+    def tensors(self) -> list[Tensor]:
+        return [self.token, *(tensor for states in self.states for tensor in states)]
+
+    @torch.no_grad()
+    def __call__(self) -> Tensor:
+        logits = self.model(input_ids=self.token, past_key_values=self.cache, use_cache=True).logits[:, -1]
+        for layer, states in zip(self.layers, self.states, strict=True):
+            for mine, new in zip(states, states_of(layer), strict=True):
+                if new is not mine:  # a model replaces its recurrent state, and updates those of its convolutions
+                    mine.copy_(new)
+            layer["recurrent_state"], layer["conv_state"] = states[0], tuple(states[1:])
+        self.token.copy_(logits.argmax(-1, keepdim=True))
+        return logits
+
+    def rewind(self) -> None:
+        """Back to the end of the prompt."""
+        for tensor, before in zip(self.tensors(), self.saved, strict=True):
+            tensor.copy_(before)
+
+    def captured(self) -> Callable[[], Tensor]:
+        """The same step as a CUDA graph; it writes its logits into the same tensor each time."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = self()
+        self.rewind()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return logits
+
+        return replay
