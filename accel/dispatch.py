@@ -35,6 +35,11 @@ OPERATIONS: dict[type, Operation] = {
 }
 
 
+def as_it_is(result: Any, call: Any) -> Any:
+    """What an upstream returns that has our results."""
+    return result
+
+
 class Adapter(NamedTuple):
     """One upstream callable: `read` has its signature and gives a call, or a Decline where our words do not reach.
 
@@ -43,7 +48,7 @@ class Adapter(NamedTuple):
 
     call: type
     read: Callable[..., Any]
-    give: Callable[[Any, Any], Any]
+    give: Callable[[Any, Any], Any] = as_it_is
 
 
 class Binding:
@@ -134,22 +139,29 @@ def explain(function: Callable, *args: Any, **kwargs: Any) -> Explanation:
     binding = getattr(function, "__accel__", None)
     if not isinstance(binding, Binding):
         raise ValueError(f"function: expected a callable that accel has swapped, got {function!r}")
-    failed = declines(binding.adapter, args, kwargs)
+    call = _read(binding.adapter, args, kwargs)
+    failed = _failed(call)
     if failed:
         first = failed[0]
         return Explanation(
             Route(binding.target, binding.callable, "fallback", None, first.reason.value, str(first)), failed
         )
-    backend = environment.facts(binding.adapter.read(*args, **kwargs).x.device).backend
-    return Explanation(binding.native[backend], ())
+    return Explanation(binding.native[environment.facts(call.x.device).backend], ())
 
 
 def declines(adapter: Adapter, args: tuple, kwargs: dict) -> tuple[Decline, ...]:
     """Every failed check of a call, without running it."""
+    return _failed(_read(adapter, args, kwargs))
+
+
+def _read(adapter: Adapter, args: tuple, kwargs: dict) -> Any:
     try:
-        call = adapter.read(*args, **kwargs)
+        return adapter.read(*args, **kwargs)
     except Exception as error:
-        call = _unreadable(error)
+        return _unreadable(error)
+
+
+def _failed(call: Any) -> tuple[Decline, ...]:
     if type(call) is Decline:
         return (call,)
     return tuple(admission.CHECKS[type(call)](call, environment.facts(call.x.device)))
