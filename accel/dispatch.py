@@ -42,6 +42,11 @@ OPERATIONS: dict[type, Operation] = {
 }
 
 
+def as_it_is(result: Any, call: Any) -> Any:
+    """What an upstream returns that has our results."""
+    return result
+
+
 class Adapter(NamedTuple):
     """One upstream callable: `read` has its signature and gives a call, or a Decline where our words do not reach.
 
@@ -50,7 +55,7 @@ class Adapter(NamedTuple):
 
     call: type
     read: Callable[..., Any]
-    give: Callable[[Any, Any], Any]
+    give: Callable[[Any, Any], Any] = as_it_is
 
 
 class Binding:

@@ -65,10 +65,6 @@ def _activation(silu: bool) -> str | None:
     return "silu" if silu else None
 
 
-def _give_fn(outputs: Tensor | tuple[Tensor, Tensor], call: ConvCall) -> Tensor | tuple[Tensor, Tensor]:
-    return outputs
-
-
 def _give_fwd_function(outputs: Tensor | tuple[Tensor, Tensor], call: ConvCall) -> Tensor:
     return outputs[0] if call.return_final_states else outputs
 
@@ -107,10 +103,6 @@ def _read_bwd_function(
     )
 
 
-def _give_bwd_function(gradients: tuple[Tensor | None, ...], call: BackwardCall) -> tuple[Tensor | None, ...]:
-    return gradients
-
-
 def _read_update_150(
     x, conv_state, weight, bias=None, activation=None, cache_seqlens=None, conv_state_indices=None
 ) -> UpdateCall | Decline:
@@ -137,25 +129,17 @@ def _update(x, form, conv_state, weight, bias, activation, cache_seqlens, conv_s
     return UpdateCall(x, form, conv_state, weight, bias, None, activation, cache_seqlens, conv_state_indices, -1)
 
 
-def _give_update(y: Tensor, call: UpdateCall) -> Tensor:
-    return y
-
-
 def _read_states(x, cu_seqlens, state_len) -> StatesCall:
     # packed tokens [T, D]; there is no gradient
     return StatesCall(x.detach().t().unsqueeze(0), None, cu_seqlens, state_len, False)
 
 
-def _give_states(states: Tensor, call: StatesCall) -> Tensor:
-    return states
-
-
 ADAPTERS = {
-    "causal_conv1d.causal_conv1d_fn": Adapter(ConvCall, _read_fn, _give_fn),
-    "causal_conv1d.causal_conv1d_update@1.4.0": Adapter(UpdateCall, _read_update_140, _give_update),
-    "causal_conv1d.causal_conv1d_update@1.5.0": Adapter(UpdateCall, _read_update_150, _give_update),
-    "causal_conv1d.causal_conv1d_varlen_states": Adapter(StatesCall, _read_states, _give_states),
+    "causal_conv1d.causal_conv1d_fn": Adapter(ConvCall, _read_fn),
+    "causal_conv1d.causal_conv1d_update@1.4.0": Adapter(UpdateCall, _read_update_140),
+    "causal_conv1d.causal_conv1d_update@1.5.0": Adapter(UpdateCall, _read_update_150),
+    "causal_conv1d.causal_conv1d_varlen_states": Adapter(StatesCall, _read_states),
     "causal_conv1d.causal_conv1d_fwd_function": Adapter(ConvCall, _read_fwd_function, _give_fwd_function),
-    "causal_conv1d.causal_conv1d_bwd_function": Adapter(BackwardCall, _read_bwd_function, _give_bwd_function),
-    "causal_conv1d.causal_conv1d_update_function": Adapter(UpdateCall, _read_update_function, _give_update),
+    "causal_conv1d.causal_conv1d_bwd_function": Adapter(BackwardCall, _read_bwd_function),
+    "causal_conv1d.causal_conv1d_update_function": Adapter(UpdateCall, _read_update_function),
 }

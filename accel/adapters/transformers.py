@@ -6,8 +6,6 @@ earlier only Qwen3-Next and its kin define one, a torch update. Shapes are our o
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from accel.call import ConvCall, UpdateCall, form_of
 from accel.dispatch import Adapter
 from accel.reasons import Decline, Reason
@@ -26,10 +24,6 @@ def _read_fn(hidden_states, weight, bias=None, activation=None, **kwargs) -> Con
     )
 
 
-def _give_fn(y: Tensor, call: ConvCall) -> Tensor:
-    return y
-
-
 def _read_update(hidden_states, conv_state, weight, bias=None, activation=None) -> UpdateCall | Decline:
     if conv_state is None:
         # here the state is what the caller wants to have updated
@@ -43,12 +37,8 @@ def _read_torch_update(hidden_states, conv_state, weight, bias=None, activation=
     return _read_update(hidden_states, conv_state, weight, bias, "silu")
 
 
-def _give_update(y: Tensor, call: UpdateCall) -> Tensor:
-    return y
-
-
 ADAPTERS = {
-    "transformers.causal_conv1d_fn": Adapter(ConvCall, _read_fn, _give_fn),
-    "transformers.causal_conv1d_update": Adapter(UpdateCall, _read_update, _give_update),
-    "transformers.torch_causal_conv1d_update": Adapter(UpdateCall, _read_torch_update, _give_update),
+    "transformers.causal_conv1d_fn": Adapter(ConvCall, _read_fn),
+    "transformers.causal_conv1d_update": Adapter(UpdateCall, _read_update),
+    "transformers.torch_causal_conv1d_update": Adapter(UpdateCall, _read_torch_update),
 }

@@ -16,7 +16,8 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from accel.kernels.conv_update import UpdateSpec
 from accel.kernels.device import apply_silu, has_dependent_launch, load_vector, report, store_vector
 from accel.kernels.device.compiler import compile_for, fake
-from accel.kernels.device.slots import SLOT_OUT_OF_RANGE, check_slots
+from accel.kernels.device.slots import SLOT_OUT_OF_RANGE, check_slots, slot_of
+from accel.kernels.device.tokens import load_weight
 
 THREADS = 128
 MAX_GRID_Y = 32768
@@ -83,13 +84,7 @@ class ConvUpdate:
         row = by + bz * grid_y
         d = (tile * THREADS + tid) * spec.vec
         if row < mX.shape[0] and d < mX.shape[1]:
-            slot = row
-            live = Boolean(True)
-            known = Boolean(True)
-            if const_expr(spec.has_indices):
-                slot = mSlots[row]
-                live = slot != pad_slot
-                known = slot >= 0 and slot < mState.shape[0]
+            slot, live, known = slot_of(mSlots, mState, row, pad_slot)
             if live and known:
                 self.step(mX, mState, mWeight, mBias, mResidual, mY, row, slot, d)
             if const_expr(spec.has_indices):
@@ -108,7 +103,7 @@ class ConvUpdate:
         vec, width = spec.vec, spec.width
         rX = load_vector(mX, Int64(row) * mX.stride[0] + d, vec, spec.align_x)
         history, store_state = self.load_state(mState, slot, d)
-        rW = self.load_weight(mWeight, d)
+        rW = load_weight(spec, mWeight, d)
         if const_expr(mResidual is not None):
             rR = load_vector(mResidual, Int64(row) * mResidual.stride[0] + d, vec, spec.align_residual)
         rZ = cute.make_rmem_tensor(vec, Float32)
@@ -129,17 +124,6 @@ class ConvUpdate:
         store_vector(rY, mY, Int64(row) * mY.stride[0] + d, vec * mY.element_type.width // 8)
         if const_expr(spec.length != 0):
             store_state(rX)
-
-    def load_weight(self, mWeight: cute.Tensor, d: Int32) -> cute.Tensor:
-        """The taps of the thread's channels, [vec * W] with the taps of a channel together."""
-        vec, width = self.spec.vec, self.spec.width
-        if const_expr(self.spec.weight_rows):
-            return load_vector(mWeight, Int64(d) * width, vec * width, self.spec.align_weight)
-        rW = cute.make_rmem_tensor(vec * width, mWeight.element_type)
-        for c in range(vec):
-            for tap in range(width):
-                rW[c * width + tap] = mWeight[d + c, tap]
-        return rW
 
     def load_state(self, mState: cute.Tensor | None, slot: Int32, d: Int32):
         """Load the state; returns history(c, column counted from the end) and store_state(rX)."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
 from accel.kernels.conv_update_tokens import UpdateTokensSpec
 from accel.kernels.device import apply_silu, has_dependent_launch, report
 from accel.kernels.device.compiler import compile_for, fake
-from accel.kernels.device.slots import SLOT_OUT_OF_RANGE, check_slots
+from accel.kernels.device.slots import SLOT_OUT_OF_RANGE, check_slots, slot_of
 
 THREADS = 128
 MAX_GRID_Y = 32768
@@ -79,13 +79,7 @@ class UpdateTokens:
         row = by + bz * grid_y
         d = tile * THREADS + tid
         if row < mX.shape[0] and d < mX.shape[1]:
-            slot = row
-            live = Boolean(True)
-            known = Boolean(True)
-            if const_expr(spec.has_indices):
-                slot = mSlots[row]
-                live = slot != pad_slot
-                known = slot >= 0 and slot < mState.shape[0]
+            slot, live, known = slot_of(mSlots, mState, row, pad_slot)
             if live and known:
                 self.walk(mX, mState, mWeight, mBias, mResidual, mY, mSeqlens, mIntermediate, row, slot, d)
             if const_expr(spec.has_indices):

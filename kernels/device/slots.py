@@ -1,10 +1,10 @@
-"""Slots of a state pool: which of them two rows of one call share, found once per call by one block."""
+"""Slots of a state pool: which one a row has, and which of them two rows of one call share."""
 
 from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Boolean, Int32, Int64, const_expr
 
 from accel.kernels.device import report
 
@@ -13,10 +13,21 @@ BITMAP_SLOTS = 1 << 15  # slots that one pass of the duplicate check covers, in 
 
 
 @cute.jit
+def slot_of(mSlots: cute.Tensor | None, mState: cute.Tensor | None, row: Int32, pad_slot: Int32):
+    """(slot of a row, whether the row is no padding, whether the slot exists); without indices a row has its own."""
+    slot, live, known = row, Boolean(True), Boolean(True)
+    if const_expr(mSlots is not None):
+        slot = mSlots[row]
+        live = slot != pad_slot
+        known = slot >= 0 and slot < mState.shape[0]
+    return slot, live, known
+
+
+@cute.jit
 def check_slots(
     mSlots: cute.Tensor, slot_count: Int32, pad_slot: Int32, status: Int64, threads: cutlass.Constexpr[int]
 ):
-    """Mark every slot in a bitmap, `BITMAP_SLOTS` a pass, and report one that was marked before."""
+    """Mark every slot in a bitmap, `BITMAP_SLOTS` a pass, and report one marked before; by one block, once a call."""
     smem = cutlass.memory.SmemAllocator()
     bitmap = smem.allocate_tensor(Int32, cute.make_layout(BITMAP_SLOTS // 32), byte_alignment=16)
     tid, _, _ = cute.arch.thread_idx()
