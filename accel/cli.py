@@ -1,4 +1,4 @@
-"""The command line: `python -m accel run | demo | doctor | cache`, and what generates the README's table.
+"""The command line: `python -m accel run | demo | doctor | bench | cache`, and what generates the README's table.
 
 Top floor. Imports no upstream: the demo and `run` are processes or scripts of their own, doctor.py asks accelerate().
 """
@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from accel import AccelError, doctor, launch, matrix
+from accel.bench.command import bench
 from accel.kernels import cache
 
 app = typer.Typer(
@@ -29,6 +30,7 @@ app = typer.Typer(
 )
 cache_app = typer.Typer(help="Compiled kernels on disk.", no_args_is_help=True)
 app.add_typer(cache_app, name="cache")
+app.command()(bench)
 
 
 class ReportForm(str, enum.Enum):

@@ -18,8 +18,8 @@ from typing import Annotated, Any
 
 import typer
 
+from accel.bench.cases import require
 from benchmarks import harness, results
-from benchmarks.cases import require
 from benchmarks.first_call import OPS
 from benchmarks.harness import Entry
 

@@ -9,8 +9,8 @@ import torch
 import triton
 import typer
 
-from benchmarks import fla_switch, harness, providers, results
-from benchmarks.cases import (
+from accel.bench import fla_switch, providers
+from accel.bench.cases import (
     DTYPE,
     RAGGED,
     ConvBuffers,
@@ -18,12 +18,11 @@ from benchmarks.cases import (
     W,
     conv_buffers,
     conv_reference,
-    require,
-    require_bits,
-    require_close,
 )
+from accel.bench.gates import backward_gate, forward_gate
+from accel.bench.providers import ConvCalls, Provider
+from benchmarks import harness, results
 from benchmarks.harness import Call, Entry
-from benchmarks.providers import ConvCalls, Provider
 
 PLAIN = [
     Sequence(4, 4096, 4096),
@@ -55,30 +54,7 @@ METRICS = ("device_us", "graph_us", "host_us")
 
 
 def gate(provider: Provider, b: ConvBuffers, want: dict[str, torch.Tensor]) -> None:
-    """Values and gradients against float64, final states bit for bit, route; ours also twice the same bits."""
-    calls = provider.conv(b)
-    nbytes = 2 * b.x.numel()
-    harness.poison(nbytes, b.x.device)
-    with torch.enable_grad():
-        y, final = calls.forward()
-    require(y.dtype == b.x.dtype, f"y is {y.dtype}")
-    require_close("y", y.transpose(1, 2) if calls.transposed else y, want["y"], provider.ours, elements=True)
-    provider.verify("forward")
-    if b.case.states:
-        require_bits("final states", final[..., -(W - 1) :], want["final"])
-    del y, final
-    backward = calls.backward()
-    harness.poison(nbytes, b.x.device)
-    grads = backward()
-    provider.verify("backward")
-    names = ["dx", "dw", *(["db"] if b.bias is not None else []), *(["dinitial"] if b.case.states else [])]
-    for name, grad in zip(names, grads, strict=True):
-        grad = grad.transpose(1, 2) if name == "dx" and calls.transposed else grad
-        grad = grad[..., -(W - 1) :] if name == "dinitial" else grad
-        require_close(name, grad, want[name], provider.ours)
-    if provider.ours:
-        for name, first, second in zip(names, grads, backward(), strict=True):
-            require_bits(f"{name} of a second run", second, first)
+    backward_gate(provider, b, want, forward_gate(provider, b, want))
 
 
 def admitted(chosen: list[Provider], b: ConvBuffers, rows: list[dict]) -> list[Provider]:

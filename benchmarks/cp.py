@@ -19,8 +19,8 @@ import torch.distributed as dist
 import typer
 from torch import Tensor
 
+from accel.bench.cases import W, distance, require
 from benchmarks import harness, launch, results
-from benchmarks.cases import W, distance, require
 from benchmarks.gated_deltanet import accelerated
 from benchmarks.harness import Entry
 

@@ -9,18 +9,17 @@ import torch
 import triton
 import typer
 
-from benchmarks import fla_switch, harness, providers, results
-from benchmarks.cases import (
+from accel.bench import fla_switch, providers
+from accel.bench.cases import (
     Decode,
     UpdateBuffers,
-    require_bits,
-    require_close,
     update_buffers,
-    update_reference,
 )
+from accel.bench.gates import update_gate
+from accel.bench.providers import Provider
+from benchmarks import harness, results
 from benchmarks.floor import bare_update_call
 from benchmarks.harness import Entry
-from benchmarks.providers import Provider
 
 # N falls, so that FLA's autotuner, whose key is (D, W), tunes each D on its largest case
 FULL = [Decode(N, D) for D in (8192, 4096, 2048) for N in (256, 128, 32, 8, 1)]
@@ -29,29 +28,11 @@ DRY = [Decode(3, 64), Decode(1, 32, bias=True)]
 HOST = [Decode(32, 4096), Decode(1, 2048)]
 
 
-def gate(provider: Provider, case: Decode, device: torch.device) -> None:
-    """y against float64, state bits, route, cache identity (in the call), on fresh buffers and poisoned memory."""
-    buffers = update_buffers(case, device)
-    want, state = update_reference(buffers)
-    x = buffers.x.clone()
-    call = provider.update(buffers)
-    for again in range(2):  # the first call may compile or tune
-        if again:
-            buffers.state.copy_(torch.randn_like(buffers.state))
-            want, state = update_reference(buffers)
-        harness.poison(2 * case.N * case.D, device)
-        y = call().reshape(case.N, case.D)
-        require_close("y", y, want, provider.ours, elements=True)
-        require_bits("state", buffers.state, state)
-        require_bits("x", buffers.x, x)
-        provider.verify("update")
-
-
 def admitted(chosen: list[Provider], case: Decode, device: torch.device, rows: list[dict]) -> list[Provider]:
     passed = []
     for provider in chosen:
         entry = Entry(provider.name, [], provider.scope)
-        if harness.surviving([entry], lambda _, p=provider: gate(p, case, device)):
+        if harness.surviving([entry], lambda _, p=provider: update_gate(p, case, device)):
             passed.append(provider)
         else:
             rows.append({"op": "update", "case": case.name, "provider": provider.name, "gate": entry.note})

@@ -15,8 +15,9 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from benchmarks import harness, providers, results
-from benchmarks.cases import distance, require
+from accel.bench import providers
+from accel.bench.cases import distance, require
+from benchmarks import harness, results
 from benchmarks.decode_step import Step
 from benchmarks.gated_deltanet import VARIANTS, build, native_calls
 from benchmarks.harness import Entry

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 import typer
 from torch import Tensor, nn
 
+from accel.bench.cases import distance, require
 from benchmarks import decode_step, harness, presence, results, triton_cache
-from benchmarks.cases import distance, require
 from benchmarks.e2e_decode import LOGITS, synchronize
 from benchmarks.e2e_train import timed
 from benchmarks.harness import Entry

@@ -19,8 +19,9 @@ import torch
 import typer
 from torch import nn
 
-from benchmarks import harness, providers, results, triton_cache
-from benchmarks.cases import require
+from accel.bench import providers
+from accel.bench.cases import require
+from benchmarks import harness, results, triton_cache
 from benchmarks.gated_deltanet import accelerated, build, native_calls, stubbed_training
 from benchmarks.harness import Entry
 

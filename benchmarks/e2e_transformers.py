@@ -20,8 +20,9 @@ import torch
 import typer
 from torch import Tensor, nn
 
+from accel.bench.cases import distance, require
+from accel.bench.gates import reason_of
 from benchmarks import harness, presence, results, triton_cache
-from benchmarks.cases import distance, require
 from benchmarks.e2e_decode import synchronize
 from benchmarks.harness import Entry
 from benchmarks.presence import ALONE, OURS, PACKAGE, Place
@@ -149,7 +150,7 @@ def has_room(model: nn.Module, prompt: Tensor, scope: presence.Scope) -> bool:
     except torch.OutOfMemoryError:
         return False
     except Exception as error:  # noqa: BLE001 - what else fails is for the gate to say
-        print(f"  ! {harness.reason_of(error)}", flush=True)
+        print(f"  ! {reason_of(error)}", flush=True)
     return True
 
 

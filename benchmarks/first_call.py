@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import cases
+from accel.bench import cases
 
 DECODE, SEQUENCE = cases.Decode(1, 2048), cases.Sequence(1, 512, 2048)
 DRY = cases.Sequence(2, 9, 32)  # on the CPU

@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.cases import UpdateBuffers, require
+from accel.bench.cases import UpdateBuffers, require
 from benchmarks.harness import Call
 
 ALLOCATIONS = ("empty", "empty_like")

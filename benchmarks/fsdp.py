@@ -20,8 +20,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from accel.bench.cases import require
 from benchmarks import harness, launch, results, triton_cache
-from benchmarks.cases import require
 from benchmarks.gated_deltanet import LAYER, build
 from benchmarks.harness import Entry
 

@@ -10,8 +10,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from benchmarks.cases import require
-from benchmarks.fla_switch import FLA_MODULES
+from accel.bench.cases import require
+from accel.bench.fla_switch import owners
 
 LAYER = "fla.layers.gated_deltanet"
 TINY = {"hidden_size": 64, "num_heads": 2, "head_dim": 16, "vocab_size": 128, "intermediate_size": 64}
@@ -38,7 +38,8 @@ def stub_conv(x: Tensor, initial_state: Tensor | None = None, **_: object) -> tu
 @contextmanager
 def stubbed() -> Iterator[None]:
     """Every short convolution of a decode step returns its input: the bound for what a faster one can give."""
-    with mock.patch.object(importlib.import_module(FLA_MODULES[0]), "causal_conv1d_update", stub_update):
+    name = "causal_conv1d_update"
+    with mock.patch.object(importlib.import_module(owners()[name]), name, stub_update):
         yield
 
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import statistics
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+
+from accel.bench.gates import reason_of
 
 REPLAYS = 51
 SETS = 20
@@ -67,20 +67,6 @@ def alternate(entries: Sequence[Entry], rounds: int) -> Iterator[Entry]:
 
 def null_call() -> None:
     bench_null_kernel[(1,)]()
-
-
-def poison(nbytes: int, device: torch.device) -> None:
-    """Leaves NaN in the block that the allocator hands out next: an element nobody wrote shows up."""
-    if nbytes:
-        torch.full((nbytes // 4 + 1,), float("nan"), device=device)
-
-
-def reason_of(error: Exception) -> str:
-    """One line: what was raised, its first words, and the last frame of ours and of all."""
-    words = (str(error).strip().splitlines() or [""])[0][:200]
-    frames = traceback.extract_tb(error.__traceback__)
-    at = " < ".join(f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in reversed(frames[-3:]))
-    return f"{type(error).__name__}: {words} [{at}]"
 
 
 def surviving(entries: Sequence[Entry], step: Callable[[Entry], None]) -> list[Entry]:

@@ -15,11 +15,12 @@ from typing import Annotated
 import torch
 import typer
 
-from benchmarks import conv, decode, fla_switch, harness, providers, results
-from benchmarks.cases import Decode, Sequence, UpdateBuffers, conv_buffers, require, update_buffers
+from accel.bench import fla_switch, providers
+from accel.bench.cases import Decode, Sequence, UpdateBuffers, conv_buffers, require, update_buffers
+from accel.bench.providers import ConvCalls, Provider
+from benchmarks import conv, decode, harness, results
 from benchmarks.floor import bare_calls
 from benchmarks.harness import Call, Entry
-from benchmarks.providers import ConvCalls, Provider
 
 DECODE = [Decode(32, 4096), Decode(1, 2048)]
 SMALL = [Sequence(1, 512, 2048, small=True), Sequence(1, 512, 2048, bias=True, small=True)]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks import providers
+from accel.bench import providers
 
 
 def start(work: Callable[..., None], ranks: int, dry_run: bool, *args: Any) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from benchmarks.cases import require
+from accel.bench.cases import require
 
 PACKAGE = "causal-conv1d"
 TORCH = "torch"

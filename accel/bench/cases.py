@@ -1,4 +1,4 @@
-"""The cases that are measured, their buffers, the float64 reference and the gates. Torch only."""
+"""The cases that are measured, their buffers, the float64 reference and what their gates ask. Torch only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-W = 4
+W = 4  # the width of a case that names none
 RAGGED = (5003, 1, 4097, 2048, 7777, 63, 129, 3000, 1024, 2511, 3115, 4000)  # twelve sequences, 32768 tokens
 DTYPE = torch.bfloat16
 # Relative L2 error. bf16 rounding alone gives 0.0017; peers may use a rough sigmoid or keep u in bf16.
@@ -21,6 +21,7 @@ class Decode:
     N: int
     D: int
     bias: bool = False
+    width: int = W
 
     @property
     def name(self) -> str:
@@ -29,7 +30,7 @@ class Decode:
     @property
     def bytes(self) -> int:
         """x, y, the state in and out, the weights: each once."""
-        return 2 * (self.N * self.D * (2 + 2 * W) + self.D * W)
+        return 2 * (self.N * self.D * (2 + 2 * self.width) + self.D * self.width)
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Sequence:
     states: bool = False
     strided: bool = False  # x is the middle third of a fused projection
     small: bool = False
+    width: int = W
 
     @property
     def name(self) -> str:
@@ -62,7 +64,7 @@ class Sequence:
 class UpdateBuffers:
     case: Decode
     x: Tensor  # [N, D], row stride 3 D
-    state: Tensor  # [N, D, W]
+    state: Tensor  # [N, D, width]
     weight: Tensor
     bias: Tensor | None
 
@@ -77,8 +79,8 @@ class ConvBuffers:
     weight: Tensor
     bias: Tensor | None
     dy: Tensor  # [B, T, D]
-    initial: Tensor | None  # [N, D, W - 1], channel-last, a leaf
-    initial_fla: Tensor | None  # [N, D, W], a leaf
+    initial: Tensor | None  # [N, D, width - 1], channel-last, a leaf
+    initial_fla: Tensor | None  # [N, D, width], a leaf
     cu_seqlens: Tensor | None  # int64
     cu_seqlens32: Tensor | None
     seq_idx: Tensor | None  # int32 [B, T]
@@ -92,19 +94,19 @@ def update_buffers(case: Decode, device: torch.device) -> UpdateBuffers:
     return UpdateBuffers(
         case,
         projection[:, case.D : 2 * case.D],
-        torch.randn(case.N, case.D, W, device=device).to(DTYPE),
-        (torch.randn(case.D, W, device=device) * 0.5).to(DTYPE),
+        torch.randn(case.N, case.D, case.width, device=device).to(DTYPE),
+        (torch.randn(case.D, case.width, device=device) * 0.5).to(DTYPE),
         torch.randn(case.D, device=device).to(DTYPE) if case.bias else None,
     )
 
 
 def conv_buffers(case: Sequence, device: torch.device) -> ConvBuffers:
-    B, T, D = case.B, case.T, case.D
+    B, T, D, width = case.B, case.T, case.D, case.width
     x = torch.randn(B, T, 3 * D if case.strided else D, device=device, dtype=DTYPE)
     x = x[..., D : 2 * D] if case.strided else x
     initial = initial_fla = cu = seq_idx = None
     if case.states:
-        history = torch.randn(len(case.lengths) or B, W - 1, D, device=device).to(DTYPE)
+        history = torch.randn(len(case.lengths) or B, width - 1, D, device=device).to(DTYPE)
         initial = history.transpose(1, 2).detach().requires_grad_()
         initial_fla = torch.nn.functional.pad(history.transpose(1, 2), (1, 0)).contiguous().requires_grad_()
     if case.lengths:
@@ -114,7 +116,7 @@ def conv_buffers(case: Sequence, device: torch.device) -> ConvBuffers:
     return ConvBuffers(
         case,
         x.detach().requires_grad_(),
-        (torch.randn(D, W, device=device) * 0.5).to(DTYPE).requires_grad_(),
+        (torch.randn(D, width, device=device) * 0.5).to(DTYPE).requires_grad_(),
         torch.randn(D, device=device).to(DTYPE).requires_grad_() if case.bias else None,
         torch.randn(B, T, D, device=device, dtype=DTYPE),
         initial,
@@ -127,7 +129,7 @@ def conv_buffers(case: Sequence, device: torch.device) -> ConvBuffers:
 
 def update_reference(b: UpdateBuffers) -> tuple[Tensor, Tensor]:
     """(y in float64, the new state's exact bits)."""
-    state = torch.cat([b.state, b.x.unsqueeze(-1)], -1)[..., -W:].contiguous()
+    state = torch.cat([b.state, b.x.unsqueeze(-1)], -1)[..., -b.case.width :].contiguous()
     u = (state.double() * b.weight.double()).sum(-1)
     u = u if b.bias is None else u + b.bias.double()
     return u * torch.sigmoid(u), state
@@ -135,8 +137,8 @@ def update_reference(b: UpdateBuffers) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def conv_reference(b: ConvBuffers) -> dict[str, Tensor]:
-    """y, dx, dw, db, dinitial in float64, final as exact bits (W - 1 columns); one dense sequence after the other."""
-    B, T, D = b.x.shape
+    """y, dx, dw, db, dinitial in float64, final as exact bits (width - 1 columns); one sequence after the other."""
+    (B, T, D), width = b.x.shape, b.case.width
     spans = [(0, end - start, start, end) for start, end in pairwise(b.cu_seqlens.tolist())] if b.case.lengths else None
     rows = spans or [(i, T, 0, T) for i in range(B)]
     w = b.weight.double()
@@ -144,22 +146,22 @@ def conv_reference(b: ConvBuffers) -> dict[str, Tensor]:
     out |= {"dw": torch.zeros_like(w), "db": w.new_zeros(D)}
     dinitial, final = [], []
     for n, (i, length, start, end) in enumerate(rows):
-        history = b.x.new_zeros(W - 1, D) if b.initial is None else b.initial[n].T
+        history = b.x.new_zeros(width - 1, D) if b.initial is None else b.initial[n].T
         tokens = torch.cat([history, b.x[i, start:end]])
-        final.append(tokens[-(W - 1) :].T)
+        final.append(tokens[1 - width :].T)
         wide = tokens.double()
-        u = sum(w[:, j] * wide[j : j + length] for j in range(W))
+        u = sum(w[:, j] * wide[j : j + length] for j in range(width))
         u = u if b.bias is None else u + b.bias.double()
         s = torch.sigmoid(u)
         out["y"][i, start:end] = u * s
         du = b.dy[i, start:end].double() * s * (1 + u * (1 - s))
         dwide = torch.zeros_like(wide)
-        for j in range(W):
+        for j in range(width):
             dwide[j : j + length] += w[:, j] * du
             out["dw"][:, j] += (du * wide[j : j + length]).sum(0)
         out["db"] += du.sum(0)
-        out["dx"][i, start:end] = dwide[W - 1 :]
-        dinitial.append(dwide[: W - 1].T)
+        out["dx"][i, start:end] = dwide[width - 1 :]
+        dinitial.append(dwide[: width - 1].T)
     return out | {"dinitial": torch.stack(dinitial), "final": torch.stack(final)}
 
 

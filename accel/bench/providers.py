@@ -1,4 +1,4 @@
-"""Who can serve a case: ours (through the swapped FLA callable and through `accel.ops`) and the peers.
+"""Who can serve a case: ours (through the swapped FLA callable and through `accel.ops`), the peers, plain torch.
 
 A provider binds the buffers of a case to calls without arguments. Layout views are taken at binding, outside the timed
 call, as each library's own documentation calls it; what a library does inside its call is its own cost.
@@ -15,15 +15,25 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cases import ConvBuffers, GateError, UpdateBuffers, require
-from benchmarks.fla_switch import FLA_MODULES, accel_fla_missing, fla, fla_gluon, fla_original, fla_switch, importable
+from accel import last_route, ops
+from accel.bench.cases import ConvBuffers, GateError, UpdateBuffers, require
+from accel.bench.fla_switch import (
+    accel_fla_missing,
+    fla,
+    fla_gluon,
+    fla_missing,
+    fla_original,
+    fla_switch,
+    importable,
+)
 
 
 @dataclass
 class ConvCalls:
-    """forward() -> (y, final [N, D, 3 or 4] or None); inputs: what backward differentiates, in that order."""
+    """forward() -> (y, final [N, D, width - 1 or width] or None); inputs: what backward differentiates, in order."""
 
     forward: Callable[[], tuple[Tensor, Tensor | None]]
     inputs: list[Tensor]  # x, weight, then bias and the initial states where there are any
@@ -56,7 +66,7 @@ class Provider:
 
 
 def on_gpu(missing: Callable[[], str | None]) -> Callable[[], str | None]:
-    return lambda: missing() if torch.cuda.is_available() else "needs a GPU"
+    return lambda: missing() if torch.accelerator.is_available() else "needs a GPU"
 
 
 def fla_update(b: UpdateBuffers) -> Callable[[], Tensor]:
@@ -94,8 +104,7 @@ def gluon_conv(b: ConvBuffers) -> ConvCalls:
 
 
 def gluon_missing() -> str | None:
-    reason = importable(*FLA_MODULES)()
-    return reason or importable("fla.modules.causal_conv1d.backends.gluon")()
+    return fla_missing() or importable("fla.modules.causal_conv1d.backends.gluon")()
 
 
 def gluon_verify(what: str) -> None:
@@ -108,7 +117,7 @@ def gluon_verify(what: str) -> None:
 
 
 def accel_route(what: str) -> None:
-    route = importlib.import_module("accel").last_route()
+    route = last_route()
     require(route is not None and route.path == "native", f"{what} took {route}: {route.detail if route else ''}")
 
 
@@ -123,12 +132,12 @@ def accel_fla_conv(b: ConvBuffers) -> ConvCalls:
 
 
 def ops_update(b: UpdateBuffers) -> Callable[[], Tensor]:
-    function, x, state, weight, bias = importlib.import_module("accel.ops").causal_conv1d_update, *four(b)
+    function, x, state, weight, bias = ops.causal_conv1d_update, *four(b)
     return lambda: function(x, state, weight, bias, activation="silu")
 
 
 def ops_conv(b: ConvBuffers) -> ConvCalls:
-    function, states = importlib.import_module("accel.ops").causal_conv1d, b.case.states
+    function, states = ops.causal_conv1d, b.case.states
     x, dy = b.x.detach().transpose(1, 2).requires_grad_(), b.dy.transpose(1, 2)
 
     def forward() -> tuple[Tensor, Tensor | None]:
@@ -207,22 +216,48 @@ def cudnn_verify(what: str) -> None:
         require(str(route).startswith("native"), f"took {route}")
 
 
+def torch_update(b: UpdateBuffers) -> Callable[[], Tensor]:
+    """A step as modeling code writes it: the window shifted, then a convolution of one output."""
+    x, state, weight, bias = four(b)
+    weight, channels = weight.unsqueeze(1), x.shape[1]
+
+    def call() -> Tensor:
+        state.copy_(torch.cat([state[..., 1:], x.unsqueeze(-1)], -1))
+        return F.silu(F.conv1d(state, weight, bias, groups=channels))[..., 0]
+
+    return call
+
+
+def torch_conv(b: ConvBuffers) -> ConvCalls:
+    require(not b.case.lengths, "serves no packed sequences")
+    reach, states = b.case.width - 1, b.case.states
+    x, dy = b.x.detach().transpose(1, 2).requires_grad_(), b.dy.transpose(1, 2)
+
+    def forward() -> tuple[Tensor, Tensor | None]:
+        wide = torch.cat([b.initial, x], -1) if states else F.pad(x, (reach, 0))
+        y = F.silu(F.conv1d(wide, b.weight.unsqueeze(1), b.bias, groups=x.shape[1]))
+        return y, wide[..., -reach:] if states else None
+
+    return ConvCalls(forward, [x, *b.inputs(b.initial)[1:]], dy, transposed=True)
+
+
 PROVIDERS = {
     p.name: p
     for p in (
         Provider("accel (FLA)", accel_fla_missing, accel_fla_update, accel_fla_conv, ours=True, verify=accel_route),
-        Provider("accel (ops)", importable("accel.ops"), ops_update, ops_conv, ours=True),
-        Provider("FLA", importable(*FLA_MODULES), fla_update, fla_conv, fla_original),
+        Provider("accel (ops)", lambda: None, ops_update, ops_conv, ours=True),
+        Provider("FLA", fla_missing, fla_update, fla_conv, fla_original),
         Provider("FLA Gluon", on_gpu(gluon_missing), None, gluon_conv, fla_gluon, verify=gluon_verify),
         Provider("cuDNN FE", on_gpu(importable("cudnn.ops")), cudnn_update, cudnn_conv, verify=cudnn_verify),
         Provider("causal-conv1d", on_gpu(importable("causal_conv1d")), package_update, package_conv),
+        Provider("torch", lambda: None, torch_update, torch_conv),
     )
 }
 
 
 def interpret() -> None:
     """Without a GPU, FLA's originals run in Triton's interpreter, where TRITON_INTERPRET=1 asks for it."""
-    if os.environ.get("TRITON_INTERPRET") == "1" and not torch.cuda.is_available():
+    if os.environ.get("TRITON_INTERPRET") == "1" and not torch.accelerator.is_available():
         importlib.import_module("accel.triton_cpu").install()
 
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-FLA_NAMES = (
-    "causal_conv1d",
-    "causal_conv1d_fwd",
-    "causal_conv1d_bwd",
-    "causal_conv1d_update",
-    "causal_conv1d_update_states",
-)
-FLA_MODULES = ("fla.modules.causal_conv1d.ops", "fla.modules.causal_conv1d")
+from packaging.version import Version
+
+import accel
+from accel import environment, matrix
 
 
 def importable(*names: str) -> Callable[[], str | None]:
@@ -31,6 +28,25 @@ def importable(*names: str) -> Callable[[], str | None]:
     return missing
 
 
+@cache
+def owners() -> dict[str, str]:
+    """The module of each conv callable of the installed FLA, as the matrix has it; ModuleNotFoundError without one."""
+    target = matrix.load().targets["short_conv"]
+    version = environment.distribution_version(target.distribution)
+    row = target.range_of(Version(version)) if version else None
+    if row is None:
+        raise ModuleNotFoundError(f"{target.distribution} {version} is not served" if version else "not installed")
+    return {point.attribute: point.module for point in row.callables}
+
+
+@cache
+def fla_missing() -> str | None:
+    try:
+        return importable(*owners().values())()
+    except ModuleNotFoundError as error:
+        return str(error)
+
+
 class FlaSwitch:
     """FLA's conv callables as found and as `accelerate_fla` leaves them, exchanged by attribute.
 
@@ -38,11 +54,12 @@ class FlaSwitch:
     """
 
     def __init__(self) -> None:
-        modules = [importlib.import_module(name) for name in FLA_MODULES]
-        self.accel = importlib.import_module("accel")
-        self.slots = [(module, name) for module in modules for name in FLA_NAMES]
+        functions = {id(fla(name)) for name in owners()}
+        modules = [module for name, module in tuple(sys.modules.items()) if name.startswith("fla.")]
+        bound = [(module, name) for module in modules for name in vars(module)]
+        self.slots = [(module, name) for module, name in bound if id(vars(module)[name]) in functions]
         self.found = self.current()
-        self.accel.accelerate_fla(targets="short_conv", verbose=False)
+        accel.accelerate_fla(targets="short_conv", verbose=False)
         self.swapped = self.current()
 
     def current(self) -> list[Any]:
@@ -61,13 +78,14 @@ class FlaSwitch:
             self.put(self.swapped)
 
     def swaps(self, name: str) -> bool:
-        index = next(i for i, slot in enumerate(self.slots) if slot[1] == name)
+        """Whether the owner of a callable holds ours now."""
+        index = self.slots.index((sys.modules[owners()[name]], name))
         return self.found[index] is not self.swapped[index]
 
     def restore_gate(self) -> str:
         """Restores; says whether every slot holds the very object that was found."""
         self.put(self.swapped)
-        self.accel.restore()
+        accel.restore()
         same = all(now is then for now, then in zip(self.current(), self.found, strict=True))
         return "restored: every FLA callable is the object that was found" if same else "NOT RESTORED"
 
@@ -79,7 +97,7 @@ def fla_switch() -> FlaSwitch:
 
 @cache
 def accel_fla_missing() -> str | None:
-    reason = importable(*FLA_MODULES)()
+    reason = fla_missing()
     if reason is None:
         try:
             fla_switch()
@@ -110,4 +128,4 @@ def fla_gluon() -> Iterator[None]:
 
 
 def fla(name: str) -> Callable:
-    return getattr(importlib.import_module(FLA_MODULES[0]), name)
+    return getattr(importlib.import_module(owners()[name]), name)
