@@ -1,4 +1,4 @@
-"""The command line: `python -m accel run | demo | doctor | bench | cache`, and what generates the README's table.
+"""The command line: `python -m accel run | demo | doctor | bench | cache | matrix`, and the README's table.
 
 Top floor. Imports no upstream: the demo and `run` are processes or scripts of their own, doctor.py asks accelerate().
 """
@@ -22,6 +22,7 @@ from rich.table import Table
 from accel import AccelError, doctor, launch, matrix
 from accel.bench.command import bench
 from accel.kernels import cache
+from accel.upkeep import command as upkeep
 
 app = typer.Typer(
     help="Native short causal convolutions for FLA, Mamba and Transformers.",
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 cache_app = typer.Typer(help="Compiled kernels on disk.", no_args_is_help=True)
 app.add_typer(cache_app, name="cache")
+app.add_typer(upkeep.app, name="matrix")
 app.command()(bench)
 
 

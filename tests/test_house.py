@@ -51,7 +51,7 @@ FLOORS = (
         "warmup",
     ),
     ("",),
-    ("launch", "doctor", "bench", "bench.*", "cli", "demo", "__main__"),
+    ("launch", "doctor", "bench", "bench.*", "upkeep", "upkeep.*", "cli", "demo", "__main__"),
 )
 DOOR = "accel/ops/door.py"
 CACHE = "accel.kernels.cache"  # what the command line reads; it is as light as the contract

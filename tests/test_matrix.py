@@ -1,16 +1,16 @@
 """compat_matrix.yaml: what is refused, and every row against the release that it describes."""
 
 import inspect
-import json
 
 import pytest
 from packaging.version import Version
-from upstreams import causal_conv1d, fla, mamba_ssm, run_python, transformers
+from upstreams import CACHE
 
 from accel import matrix
 from accel.adapters import ADAPTERS
 from accel.matrix import MatrixError
 from accel.tables import Parameters
+from accel.upkeep import read, releases
 
 TEXT = matrix.PATH.read_text(encoding="utf-8")
 TARGETS = matrix.load().targets
@@ -23,49 +23,22 @@ ROWS = [
 ]
 POINTS = [point for target in TARGETS.values() for row in target.ranges for point in row.callables]
 ADAPTERS_NAMED = {point.adapter: point for point in POINTS}
-FOLDERS = {
-    "fla-core": lambda version: [fla(version)],
-    "causal-conv1d": lambda version: [causal_conv1d(version)],
-    "mamba-ssm": lambda version: [mamba_ssm(version), transformers("4.57.6")],
-    "transformers": lambda version: [transformers(version)],
-}
-
-# What a release really has: for each callable its type, its parameters, and who its own module says it is; for each
-# holder what it holds without the package.
-PROBE = """
-import importlib, importlib.metadata, inspect, json, sys, types, warnings
-warnings.simplefilter("ignore")
-for name in ("causal_conv1d_cuda", "selective_scan_cuda"):  # the extensions that are not built
-    sys.modules[name] = types.ModuleType(name)
-from accel import triton_cpu
-from accel.tables import Parameters
-triton_cpu.install()
-points, holders, distribution = json.loads(ARGUMENTS)
-found = []
-for module, attribute in points:
-    function = vars(importlib.import_module(module))[attribute]
-    found.append([type(function).__name__, Parameters.of(function), function.__module__, function.__qualname__])
-held = [vars(importlib.import_module(module))[attribute] for module, attribute in holders]
-print(json.dumps([importlib.metadata.version(distribution), found, held]))
-"""
 
 
 @pytest.mark.parametrize("target, version, row", ROWS)
-def test_a_row_is_what_the_release_has(target, version, row, tmp_path):
+def test_a_row_is_what_the_release_has(target, version, row):
+    """As it is imported, and the same in its source, where upkeep looks when it cannot be imported."""
+    folders = releases.folders(target.distribution, str(version), CACHE)
+    assert list(folders[0].glob(f"{target.distribution.replace('-', '_')}-{version}.dist-info"))
+    package = target.distribution.removesuffix("-core").replace("-", "_")  # test_fla_layers.py has FLA's own names
+    reading = read.release(row, package, folders)
+    assert reading.callables == [(point.module, point.parameters) for point in row.callables]
+    assert set(reading.held.values()) <= {"NoneType"} and not reading.notes  # no causal-conv1d is on the path
+    source = read.Source(folders[0], package)
     points = [point for point in row.callables if not point.is_pattern]
-    package = target.distribution.replace("-", "_")  # FLA's names are test_fla_layers.py's part
-    holders = [place for place in row.holders if place.form == "callable" and place.module.startswith(f"{package}.")]
-    holders = [place for place in holders if "*" not in place.module]
-    places = [[(place.module, place.attribute) for place in kind] for kind in (points, holders)]
-    script = tmp_path / "probe.py"
-    script.write_text(PROBE.replace("ARGUMENTS", repr(json.dumps([*places, target.distribution]))))
-    env = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    answer = run_python(script, FOLDERS[target.distribution](str(version)), env)
-    assert answer.returncode == 0, answer.stderr
-    reported, found, held = json.loads(answer.stdout.splitlines()[-1])
-    assert reported == str(version)
-    assert found == [["function", point.parameters, point.module, point.attribute] for point in points]
-    assert held == [None] * len(holders)
+    assert [source.parameters(point.module, point.attribute) for point in points] == [p.parameters for p in points]
+    assert all(source.binds(row.holders[index].module, row.holders[index].attribute) for index in reading.held)
+    assert len(reading.held) == (16 if package == "mamba_ssm" else 0)
 
 
 @pytest.mark.parametrize("name", ADAPTERS_NAMED)

@@ -7,14 +7,15 @@ The folders are kept in the user's cache (ACCEL_TEST_CACHE names another place) 
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from filelock import FileLock
 from platformdirs import user_cache_dir
 
+from accel.upkeep import releases
+
 ROOT = Path(__file__).resolve().parent.parent
+CACHE = Path(os.environ.get("ACCEL_TEST_CACHE") or user_cache_dir("accel-tests"))
 
 # An FLA adds every other `fla` folder on the path to its own, a flash-linear-attention of another version among them.
 _ONE_FLA = """
@@ -28,18 +29,18 @@ sys.exit(pytest.main({options!r}))
 
 def fla(version: str) -> Path:
     """A folder with fla-core alone: modules and ops, no layers and models, nothing of transformers."""
-    return install([f"fla-core=={version}"], f"fla-core-{version}")
+    return releases.folders("fla-core", version, CACHE)[0]
 
 
 def flash_linear_attention(version: str) -> Path:
     """A folder with fla-core and the layers and models above it, which import transformers."""
     wanted = [f"fla-core=={version}", f"flash-linear-attention=={version}"]
-    return install(wanted, f"flash-linear-attention-{version}")
+    return releases.install(wanted, CACHE / f"flash-linear-attention-{version}")
 
 
 def causal_conv1d(version: str) -> Path:
     """A folder with causal-conv1d built from source without its extension: `causal_conv1d_cuda` has to be stubbed."""
-    return build("causal-conv1d", version)
+    return releases.build("causal-conv1d", version, CACHE)
 
 
 def mamba_ssm(version: str) -> Path:
@@ -47,51 +48,12 @@ def mamba_ssm(version: str) -> Path:
 
     It imports transformers: a folder of that has to be on the path too.
     """
-    return build("mamba-ssm", version)
-
-
-def build(name: str, version: str) -> Path:
-    """A folder with a package whose setup.py asks for torch, built from source without CUDA."""
-    # with the torch that is here: no isolation; FORCE_BUILD keeps setup.py from looking for a wheel
-    prefix = name.partition("-ssm")[0].upper().replace("-", "_")
-    tools = install(["setuptools", "wheel"], "build-tools")
-    env = {f"{prefix}_SKIP_CUDA_BUILD": "TRUE", f"{prefix}_FORCE_BUILD": "TRUE", "PYTHONPATH": str(tools)}
-    return install(f"{name}=={version}", f"{name}-{version}", ["--no-build-isolation", "--no-binary", name], env)
-
-
-# what each release needs and this environment does not have; `install` takes no dependencies
-TRANSFORMERS = {
-    "4.57.6": ["huggingface_hub<1", "tokenizers<=0.23.0", "requests", "urllib3", "charset_normalizer"],
-    "5.6.2": ["huggingface_hub<2", "tokenizers<=0.23.0", "httpx", "httpcore", "anyio", "h11", "click"],
-    "5.24.0": ["huggingface_hub<3", "tokenizers<0.24", "httpx2", "httpcore2", "anyio", "h11", "click", "truststore"],
-}
+    return releases.build("mamba-ssm", version, CACHE)
 
 
 def transformers(version: str) -> Path:
     """A folder with transformers and what it imports: no model, nothing that reaches the network."""
-    everywhere = ["safetensors", "regex", "tqdm", "idna", "certifi"]
-    wanted = [f"transformers=={version}", *TRANSFORMERS[version], *everywhere]
-    return install(wanted, f"transformers-{version}")
-
-
-def install(
-    requirements: str | Sequence[str], name: str, options: Sequence[str] = (), env: Mapping[str, str] | None = None
-) -> Path:
-    """The folder `name` in the cache, with these requirements and none of their dependencies; reused when present."""
-    cache = Path(os.environ.get("ACCEL_TEST_CACHE") or user_cache_dir("accel-tests"))
-    cache.mkdir(parents=True, exist_ok=True)
-    folder = cache / name
-    with FileLock(cache / f"{name}.lock"):
-        if not folder.is_dir():
-            wanted = [requirements] if isinstance(requirements, str) else list(requirements)
-            with tempfile.TemporaryDirectory(dir=cache) as scratch:
-                # renamed only when complete: an interrupted run leaves no half-filled folder behind
-                filled = Path(scratch) / name
-                pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-                command = [*pip, *options, "--target", str(filled), *wanted]
-                subprocess.run(command, check=True, env={**os.environ, **(env or {})})
-                filled.rename(folder)
-    return folder
+    return releases.transformers(version, CACHE)
 
 
 def run_python(
