@@ -163,7 +163,7 @@ def seen(name, row, **changes):
     """A reading of a row as it is, but for the callables that are given: (module, parameters) or None."""
     points = TARGETS[name].ranges[row].callables
     found = [changes.get(point.attribute, read.Found(point.module, point.parameters)) for point in points]
-    return read.Reading(found, {}, [])
+    return read.Reading(found, {}, [], [])
 
 
 def propose(*reads):
@@ -238,7 +238,7 @@ def test_what_else_a_row_has_comes_with_a_new_one():
 
 
 def test_a_holder_that_is_gone():
-    reads = [("mamba", str(version), 0, read.Reading([], {3: None}, [])) for version in TARGETS["mamba"].proven]
+    reads = [("mamba", str(version), 0, read.Reading([], {3: None}, [], [])) for version in TARGETS["mamba"].proven]
     gone = "          - {module: mamba_ssm.modules.mamba2, attribute: causal_conv1d_update}\n"
     assert propose(*reads) == (TEXT.replace(gone, ""), [])
 
@@ -304,9 +304,8 @@ def test_a_package_that_cannot_be_imported_is_read_in_its_source(package, monkey
     reading = read.release(row("ops"), "broken", folders)
     assert reading.callables == [("broken.other", "x")] and reading.lacking == [1]
     package(third="def f(y): ...\n")
-    reading = read.release(row("ops"), "broken", folders)
-    assert reading.callables == [("broken.ops", "x")]
-    assert reading.notes == ["f is defined in broken.other, broken.third: say which of them is its owner"]
+    with pytest.raises(read.UnclearError, match="broken.ops has no f, and broken.other and broken.third have one"):
+        read.release(row("ops"), "broken", folders)
     package(other="", third="")
     assert read.release(row("ops"), "broken", folders).callables == [None]
 
@@ -318,7 +317,7 @@ def test_a_pattern_is_the_one_list_of_its_modules(package, monkeypatch):
     package(m_two="def f(x): ...\n")
     reading = read.release(row("m_*"), "broken", folders)
     assert reading.callables == [("broken.m_*", "x")]
-    assert reading.notes == ["f is (x, y) in broken.m_one, which stay as they are"]
+    assert reading.apart == ["f takes (x, y) in broken.m_one, where it would not be served"]
     assert read.release(row("n_*"), "broken", folders).callables == [None]
 
 

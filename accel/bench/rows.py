@@ -76,7 +76,8 @@ def _update(op: str, shape: Shape, names: list[str], device: torch.device) -> It
             return provider.update(cases.update_buffers(case, device))
 
         with torch.no_grad():
-            yield _row(Row(op, shape, provider.name, provider.ours, case.bytes, 0), provider.scope, make, device)
+            row = _row(Row(op, shape, provider.name, provider.ours, case.bytes, 0), provider.scope, make, device)
+        yield row
 
 
 def _conv(op: str, shape: Shape, names: list[str], device: torch.device) -> Iterator[Row]:

@@ -59,7 +59,7 @@ def check(
             target = table.targets[name]
             try:
                 found = _read(name, target, version or releases.newest(target.distribution))
-            except releases.ReleaseError as error:
+            except (releases.ReleaseError, read.UnclearError) as error:
                 unchecked += 1
                 _say(console, f"{target.distribution} {version or 'newest'} could not be checked: {error}")
             else:
@@ -109,12 +109,12 @@ def _tell(console: Console, target: Target, found: edit.Read) -> bool:
     listed = found.version in target.proven
     for note in found.reading.notes:
         _say(console, f"{target.distribution} {found.version}: {note}")
-    for difference in differences:
+    for difference in (*differences, *found.reading.apart):
         _say(console, f"{target.distribution} {found.version}: {difference}")
-    if not differences:
+    if not differences and not found.reading.apart:
         state = "as the matrix says" if listed else "not listed, and like the row that it would belong to"
         _say(console, f"{target.distribution} {found.version}: {state}")
-    return bool(differences) or not listed
+    return bool(differences or found.reading.apart) or not listed
 
 
 def _say(console: Console, text: str) -> None:

@@ -15,9 +15,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import accel
+from accel.errors import AccelError
 from accel.tables import Holder, Parameters, PatchPoint, VersionRange
 
 Place = tuple[str, str]  # module and attribute
+
+
+class UnclearError(AccelError):
+    """What a release has cannot be told; the message says why."""
 
 
 class Found(NamedTuple):
@@ -31,11 +36,12 @@ class Reading(NamedTuple):
     """A row against a release: each callable in order, None where the release has none, and what its own holders hold.
 
     `held` has the type's name by the holder's index: "" where it is only known that the name is there, None where it
-    is not.
+    is not. `apart`: modules of a pattern that have other parameters than the row. `notes`: what else is to be said.
     """
 
     callables: list[Found | None]
     held: dict[int, str | None]
+    apart: list[str]
     notes: list[str]
 
     @property
@@ -45,15 +51,16 @@ class Reading(NamedTuple):
 
 
 def release(row: VersionRange, package: str, folders: Sequence[Path]) -> Reading:
-    """Read what a row names; the first folder has the package."""
+    """Read what a row names; the first folder has the package. UnclearError where a callable may be one of several."""
     named = [point for point in row.callables if not point.is_pattern]
     held = [(index, holder) for index, holder in enumerate(row.holders) if is_own(holder, package)]
     places = [(place.module, place.attribute) for place in (*named, *(holder for _, holder in held))]
     looked = dict(zip(places, probe(places, folders), strict=True))
     source = Source(folders[0], package)
+    apart: list[str] = []
     notes: list[str] = []
     callables = [
-        _of_pattern(point, source, notes) if point.is_pattern else _of_name(point, looked, source, folders, notes)
+        _of_pattern(point, source, apart) if point.is_pattern else _of_name(point, looked, source, folders, notes)
         for point in row.callables
     ]
     answers = {index: (holder, looked[holder.module, holder.attribute]) for index, holder in held}
@@ -61,7 +68,7 @@ def release(row: VersionRange, package: str, folders: Sequence[Path]) -> Reading
         index: answer["type"] if "type" in answer else "" if source.binds(holder.module, holder.attribute) else None
         for index, (holder, answer) in answers.items()
     }
-    return Reading(callables, kinds, notes)
+    return Reading(callables, kinds, apart, notes)
 
 
 def probe(places: Sequence[Place], folders: Sequence[Path]) -> list[dict[str, Any]]:
@@ -98,8 +105,7 @@ def _of_name(
     here = source.parameters(point.module, point.attribute)
     modules = [point.module] if here is not None else source.definers(point.attribute)
     if len(modules) > 1:
-        notes.append(f"{point.attribute} is defined in {', '.join(modules)}: say which of them is its owner")
-        return Found(point.module, point.parameters)
+        raise UnclearError(f"{point.module} has no {point.attribute}, and {' and '.join(modules)} have one")
     if not modules:
         return None
     (answer,) = probe([(modules[0], point.attribute)], folders)
@@ -110,7 +116,7 @@ def _of_name(
     return Found(modules[0], source.parameters(modules[0], point.attribute))
 
 
-def _of_pattern(point: PatchPoint, source: Source, notes: list[str]) -> Found | None:
+def _of_pattern(point: PatchPoint, source: Source, apart: list[str]) -> Found | None:
     """The one parameter list of all modules that match, or the row's own where one of them has it."""
     lists: dict[str, list[str]] = {}
     for module in source.definers(point.attribute):
@@ -122,7 +128,7 @@ def _of_pattern(point: PatchPoint, source: Source, notes: list[str]) -> Found | 
     if len(others) == len(lists) == 1:
         return Found(point.module, next(iter(others)))
     for text, modules in others.items():
-        notes.append(f"{point.attribute} is ({text}) in {', '.join(modules)}, which stay as they are")
+        apart.append(f"{point.attribute} takes ({text}) in {', '.join(modules)}, where it would not be served")
     return Found(point.module, point.parameters)
 
 
