@@ -113,7 +113,7 @@ def training():
     return y, final, *torch.autograd.grad((y, final), leaves, (torch.ones_like(y), torch.ones_like(final)))
 
 def states():
-    return (ops.causal_conv1d_varlen_states(x[0].t(), bounds[:2], W),)
+    return (ops.causal_conv1d_varlen_states(x.transpose(1, 2).flatten(0, 1), bounds, W),)
 
 run = globals()[OPERATION]
 environment.facts(device)
