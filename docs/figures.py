@@ -20,7 +20,7 @@ from benchmarks.table import METRICS, heading, in_order, table
 
 matplotlib.use("svg")
 STYLE = {"svg.hashsalt": "accel", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9}
-BOUNDS = ("null kernel", "bytes / bandwidth", "copy", "add")  # nothing can take less than the largest of them
+BOUNDS = ("null kernel", "bytes / bandwidth", "copy", "add")  # the largest of them stands for the limit
 HOST_BOUNDS = ("floor",)
 COLORS = ("#3f51b5", "#e65100", "#2e7d32", "#ad1457", "#6d4c41", "#00838f", "#f9a825", "#5e35b1")
 MARKERS = "osD^vPX*"
@@ -78,7 +78,7 @@ def ratios(rows: Rows) -> list[str]:
 
 
 def against(rows: Rows, op: str, metric: str) -> bytes | None:
-    """A point for each provider and case: its time over ours, a bound hollow. None where nothing can be compared."""
+    """A point for each provider and case: its time over ours, the limit hollow. None where nothing can be compared."""
     if not metric.endswith(("us", "ms")):
         return None
     part = [row for row in rows if row["op"] == op and metric in row]
@@ -103,7 +103,7 @@ def against(rows: Rows, op: str, metric: str) -> bytes | None:
             axes.scatter(points.values(), points.keys(), s=26, label=name, zorder=3, **style)
         lowest = {at: max(held[case]) / times[case, ours] for at, case in enumerate(cases) if held[case]}
         if lowest:
-            style = {"facecolors": "none", "edgecolors": "#555555", "label": f"bound: {' or '.join(bounds)}"}
+            style = {"facecolors": "none", "edgecolors": "#555555", "label": f"limit: {' or '.join(bounds)}"}
             axes.scatter(lowest.values(), lowest.keys(), s=30, **style)
         axes.set_yticks(range(len(cases)), cases)
         axes.invert_yaxis()

@@ -90,6 +90,11 @@ def targets() -> str:
             )
         for row in target.ranges:
             parts += range_of(row)
+    for name in loaded.modules:
+        parts += [
+            f"### {name}",
+            "No release is patched: it serves [modules of a given model](dense.md#modules-of-a-model).",
+        ]
     return "\n\n".join(parts)
 
 

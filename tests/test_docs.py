@@ -144,10 +144,16 @@ def test_every_row_of_the_matrix_is_there(site):
             for holder in row.get("holders", []):
                 entry = f"[{holder['entry']!r}]" if "entry" in holder else ""
                 assert f"{holder['attribute']}{entry}\t\n{holder['module']}\t\n" in part[start:], (name, holder)
-    for operation in found["operations"]:
-        assert operation in text
+    for name in (*found["operations"], *found["modules"]):
+        assert name in text
     for fault in found["faults"]:
         assert f"{fault['versions']}\t\n{fault['fault']}\t\n{fault['native']}\t\n" in text
+
+
+def test_every_report_has_its_answer(site):
+    text = page(site, "faq")
+    for case in yaml.safe_load((ROOT / "tests" / "field_cases.yaml").read_text()):
+        assert f"{case['id']}\t\n{case['case']}\t\n" in text
 
 
 def test_every_result_file_is_there(site):
