@@ -24,6 +24,7 @@ BOUNDS = ("null kernel", "bytes / bandwidth", "copy", "add")  # the largest of t
 HOST_BOUNDS = ("floor",)
 COLORS = ("#3f51b5", "#e65100", "#2e7d32", "#ad1457", "#6d4c41", "#00838f", "#f9a825", "#5e35b1")
 MARKERS = "osD^vPX*"
+HEADING = ("machine", "date", "commit")
 MOST_RATIOS = 40  # lines of a summary; a longer one is in the file
 
 Rows = Sequence[Mapping[str, Any]]
@@ -39,14 +40,19 @@ class Results:
 
     def _file(self, path: Path) -> str:
         document = json.loads(path.read_text())
+        if not isinstance(document, Mapping) or not {"rows", *HEADING} <= document.keys():
+            return (
+                f"## {path.stem}\n\n`{path.name}` says nothing of where it was measured, so its figures are not shown."
+            )
         rows = document["rows"]
         timed = [row for row in rows if row.get("gate", "ok") == "ok"]
         parts = [f"## {path.stem}", f"`{path.name}`: {heading(document)}", *settings(document), *protocol(document)]
-        known = [part for op in unique(timed, "op") for part in self._operation(path.stem, timed, op)]
+        told = all({"op", "case", "provider"} <= row.keys() for row in rows)
+        known = [part for op in unique(timed, "op") for part in self._operation(path.stem, timed, op)] if told else []
         parts += known or [plain(timed)]
-        parts += ratios(timed)
+        parts += ratios(timed) if known else []
         parts += [part for key, value in document.items() if (part := summary(key, value))]
-        parts += refusals(rows)
+        parts += refusals(rows) if told else []
         return "\n\n".join(parts)
 
     def _operation(self, stem: str, rows: Rows, op: str) -> list[str]:

@@ -161,7 +161,12 @@ def test_every_result_file_is_there(site):
     text = page(site, "performance")
     for path in (ROOT / "benchmarks" / "results").glob("*.json"):
         document = json.loads(path.read_text())
-        for word in (path.name, document["machine"]["device"], document["date"][:10], document["commit"][:12]):
+        for word in (
+            path.name,
+            document["machine"]["device"],
+            document["date"][:10],
+            (document["commit"] or "unknown")[:12],
+        ):
             assert word in text, (path.name, word)
     assert list((site / "performance").glob("*.svg")) or not list((ROOT / "benchmarks" / "results").glob("*.json"))
 
@@ -180,10 +185,13 @@ def test_results_that_are_not_there_or_of_no_known_kind(tmp_path, monkeypatch):
     write(tmp_path / "unknown.json", [{"op": "b", "case": "z", "provider": "one", "apples": 7, "list": [1]}])
     alone = {"op": "c", "case": "w", "provider": "accel", "first_ms": 5.0, "warm_ms": 0.25, "over": {"FLA": 1.5}}
     write(tmp_path / "alone.json", [alone])
+    write(tmp_path / "bare.json", [{"size": 8, "us": 1.25}])
+    (tmp_path / "foreign.json").write_text("[1, 2]")
     made = figures.Results(tmp_path)
     assert "| x | 2.00 | 3.00 |" in made.markdown and "| y | 2.50 |  |" in made.markdown
     assert "no figure for FLA at y: GateError: y is off\n" in made.markdown + "\n"
-    assert "| b | z | one | 7 |" in made.markdown
+    assert "| b | z | one | 7 |" in made.markdown and "| 8 | 1.25 |" in made.markdown
+    assert "`foreign.json` says nothing" in made.markdown
     assert "| w | 5 | 0.25 |" in made.markdown and "- c, w: accel is 1.500 x FLA\n" in made.markdown
     assert list(made.pictures) == ["performance/failed-a-graph-us.svg"]
     assert made.pictures == figures.Results(tmp_path).pictures  # the same bytes each time
