@@ -25,11 +25,9 @@ from accel.environment import DeviceFacts
 from accel.errors import StatusWord
 from accel.kernels import contract
 from accel.ops import dense as dense_op
-from accel.ops.door import kernels
 from accel.reasons import Decline
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
-kernels()
 jit = importlib.import_module("accel.kernels.jit")
 cute = importlib.import_module("cutlass.cute")
 

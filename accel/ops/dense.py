@@ -145,7 +145,7 @@ def forward(call: DenseCall, facts: DeviceFacts) -> Tensor:
     if y.numel() == 0:
         return y
     if facts.backend == "cute":
-        kernels().dense.launch(call, y, facts)
+        kernels("dense").launch(call, y, facts)
     else:
         dense_torch.forward(call, y)
     return y
@@ -178,7 +178,7 @@ def backward(call: DenseBackwardCall, facts: DeviceFacts) -> tuple[Tensor | None
             if output is not None:
                 output.zero_()
     elif facts.backend == "cute":
-        kernels().dense.launch_backward(call, *outputs, facts)
+        kernels("dense").launch_backward(call, *outputs, facts)
     else:
         dense_torch.backward(call, *outputs)
     return outputs
