@@ -1,4 +1,4 @@
-# make demo | test | lint | format | clean: everything from a fresh clone, with Python 3.10+ and make.
+# make demo | test | lint | format | docs | clean: everything from a fresh clone, with Python 3.10+ and make.
 #
 #   PYTHON=python3.12   the interpreter to start from
 #   VENV=.venv          where the environment goes; VENV= (empty) uses PYTHON as it is and installs nothing but accel,
@@ -19,7 +19,7 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 endif
 
-.PHONY: demo test lint format clean setup no-venv
+.PHONY: demo test lint format docs clean setup no-venv
 .DEFAULT_GOAL := demo
 
 demo: setup
@@ -36,8 +36,12 @@ format: setup
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
+# the variable: the theme's word about a mkdocs that is not out
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis
 
 setup: $(READY)
 

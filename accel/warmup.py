@@ -33,7 +33,7 @@ def warmup(model_or_specs: Callable | Iterable[tuple], /, *args: Any, **kwargs: 
 
     Run what will be run: a decode step and a prefill, each batch size that matters, the backward where there is one.
     """
-    jit = kernels().jit
+    jit = kernels("jit")
     if callable(model_or_specs):
         model_or_specs(*args, **kwargs)
         check()

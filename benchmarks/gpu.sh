@@ -42,6 +42,7 @@ step() { # NAME -> its default limit in seconds and its command
     cold) limit=400 command="python3 -m benchmarks.cold --out $OUT/cold.json" ;;
     conv) limit=420 command="python3 -m benchmarks.conv --out $OUT/conv.json" ;;
     conv-quick) limit=300 command="python3 -m benchmarks.conv --quick --out $OUT/conv.json" ;;
+    conv-small) limit=120 command="python3 -m benchmarks.conv --shapes 1,512,2048 --out $OUT/conv_small.json" ;;
     conv-ours) limit=120 command="python3 -m benchmarks.conv --quick --only 'accel (ops),gluon' --out $OUT/conv-ours.json" ;;
     dense) limit=420 command="python3 -m benchmarks.dense --out $OUT/dense.json" ;;
     dense-quick) limit=150 command="python3 -m benchmarks.dense --kinds bf16 --no-compiled --out $OUT/dense.json" ;;
@@ -54,6 +55,10 @@ step() { # NAME -> its default limit in seconds and its command
     e2e-mamba) limit=500 command="python3 -m benchmarks.e2e_mamba --warm-up 16 --out $OUT/e2e_mamba.json" ;;
     e2e-qwen3-next) limit=400 command="python3 -m benchmarks.e2e_transformers --families qwen3_next --warm-up 16 --out $OUT/e2e_qwen3_next.json" ;;
     e2e-nemotron-h) limit=400 command="python3 -m benchmarks.e2e_transformers --families nemotron_h --warm-up 16 --out $OUT/e2e_nemotron_h.json" ;;
+    # on two GPUs
+    cp) limit=120 command="python3 -m benchmarks.cp --out $OUT/cp.json" ;;
+    cp-zigzag) limit=120 command="python3 -m benchmarks.cp --layout zigzag --out $OUT/cp_zigzag.json" ;;
+    fsdp) limit=300 command="python3 -m benchmarks.fsdp --out $OUT/fsdp.json" ;;
     *) return 1 ;;
   esac
 }

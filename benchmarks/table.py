@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 
 ORDER = (
     "accel (FLA)",
+    "accel (FLA) dense",
     "accel (ops)",
     "accel (ops) dense",
     "accel",
@@ -30,23 +32,37 @@ METRICS = {
     "graph_us": "device, us (graph replay)",
     "device_us": "device, us (cold L2)",
     "host_us": "eager host, us a call",
+    "ms": "device, ms of the slowest rank",
+    "first_ms": "first call, ms",
+    "warm_ms": "warm call, ms",
+    "over_warm_ms": "first call over a warm one, ms",
     "step_ms": "ms a step",
     "tokens_per_s": "tokens/s",
+    "tflops": "TFLOP/s",
     "peak_bytes": "peak memory, bytes",
 }
+MOST_COLUMNS = 8
+
+
+def in_order(providers: Iterable[str]) -> list[str]:
+    """Each once: those of ORDER first, then the others as they come."""
+    found = list(dict.fromkeys(providers))
+    return sorted(found, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER) + found.index(name))
 
 
 def table(rows: list[dict[str, Any]], op: str, metric: str) -> str | None:
+    """One metric of one operation: a line a case, a column a provider; the other way round where these are many."""
     part = [row for row in rows if row["op"] == op and metric in row]
-    names = [name for name in ORDER if any(row["provider"] == name for row in part)]
     if not part:
         return None
     digits = 0 if metric in ("peak_bytes", "tokens_per_s") else 2
-    lines = [f"| {op}: {METRICS[metric]} | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
-    for case in dict.fromkeys(row["case"] for row in part):
-        value = {row["provider"]: row[metric] for row in part if row["case"] == case}
-        cells = [f"{value[name]:.{digits}f}" if name in value else "" for name in names]
-        lines.append(f"| {case} | " + " | ".join(cells) + " |")
+    values = {(row["case"], row["provider"]): f"{row[metric]:.{digits}f}" for row in part}
+    down, across = list(dict.fromkeys(row["case"] for row in part)), in_order(row["provider"] for row in part)
+    if len(across) > max(MOST_COLUMNS, len(down)):
+        down, across = across, down
+        values = {(provider, case): value for (case, provider), value in values.items()}
+    lines = [f"| {op}: {METRICS[metric]} | " + " | ".join(across) + " |", "|---" * (len(across) + 1) + "|"]
+    lines += [f"| {one} | " + " | ".join(values.get((one, other), "") for other in across) + " |" for one in down]
     return "\n".join(lines)
 
 

@@ -36,7 +36,7 @@ def launch(x: torch.Tensor, dy: torch.Tensor, dweight: torch.Tensor, dilation: i
     tiles = -(-outputs // tile_of(outputs)) * -(-inputs // tile_of(inputs)) * taps
     parts = split(x.shape[0] * x.shape[2], tiles, facts.sm_count)
     partial = torch.empty((parts, taps, outputs, inputs), dtype=torch.float32, device=x.device)
-    if all(dense_wgmma.serves(source, facts.arch) for source in (x, dy)):
+    if all(dense_wgmma.serves(source, taps, dilation, facts.arch) for source in (x, dy)):
         dense_weight_wgmma.run(x, dy, partial, dilation, facts.arch)
     else:
         spec = DenseWeightSpec(

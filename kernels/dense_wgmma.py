@@ -24,10 +24,15 @@ class DenseWgmmaSpec(NamedTuple):
     arch: str
 
 
-def serves(source: torch.Tensor, arch: str) -> bool:
-    """Whether [B, C, T] can be read in boxes: rows of whole vectors, no two of them in one place."""
+def serves(source: torch.Tensor, taps: int, dilation: int, arch: str) -> bool:
+    """Whether [B, C, T] can be read in boxes: rows of whole vectors, no two of them in one place.
+
+    Every box has to begin at a whole vector too, so a tap moves it by vectors.
+    """
+    if arch != "sm_90a" or taps > 1 and dilation % VECTOR:
+        return False
     apart = all(step > 0 and step % VECTOR == 0 for step in source.stride()[:2])
-    return arch == "sm_90a" and apart and reads_vectors(source)
+    return apart and reads_vectors(source)
 
 
 def launch(

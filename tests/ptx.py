@@ -409,6 +409,7 @@ class Warp:
         start = [int(self.value(name.strip(), "s32")[lane]) for name in coordinates.strip("{}").split(",")]
         width, rows = parameter.box[0], int(np.prod(parameter.box[1:]))
         assert to % 1024 == 0 and width * 2 == 128
+        assert start[0] % 8 == 0, "a box begins at a multiple of 16 bytes, or the instruction is illegal"
         for row in range(rows):
             second = row % parameter.box[1]
             at = [start[0], start[1] + second, start[2] + row // parameter.box[1]]

@@ -42,7 +42,6 @@ def bench(*arguments, **env):
 
 
 def test_rows_for_a_program_and_their_picture(tmp_path):
-    pytest.importorskip("matplotlib")
     picture = tmp_path / "out.svg"
     done = bench(*TINY, "--json", "--plot", str(picture))
     assert done.returncode == 0, done.stderr

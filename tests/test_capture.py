@@ -2,7 +2,6 @@
 
 import ctypes
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -113,7 +112,7 @@ def training():
     return y, final, *torch.autograd.grad((y, final), leaves, (torch.ones_like(y), torch.ones_like(final)))
 
 def states():
-    return (ops.causal_conv1d_varlen_states(x[0].t(), bounds[:2], W),)
+    return (ops.causal_conv1d_varlen_states(x.transpose(1, 2).flatten(0, 1), bounds, W),)
 
 run = globals()[OPERATION]
 environment.facts(device)
@@ -174,7 +173,7 @@ def test_a_capture_before_any_call_is_told_so():
 
 def test_a_kept_step_is_the_bare_function(driver, made, monkeypatch):
     """A decode step whose first call made its kernel costs no more than any other afterwards."""
-    monkeypatch.setattr(update, "kernels", lambda: SimpleNamespace(conv_update=conv_update))
+    monkeypatch.setattr(update, "kernels", {"conv_update": conv_update}.get)
     facts = dataclasses.replace(environment.facts(torch.device("cpu")), backend="cute", arch="sm_90a", plans={})
     x, state, weight = torch.randn(3, 64), torch.randn(3, 64, 4), torch.randn(64, 4)
     call = UpdateCall(x, "ND", state, weight, None, None, None, None, None, -1)

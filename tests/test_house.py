@@ -151,7 +151,7 @@ def test_device_code_alone_imports_the_compiler(path):
     assert path.startswith("kernels/device/") or not heavy, f"{path} imports {heavy}"
 
 
-@pytest.mark.parametrize("path", sources("accel", "kernels", "tests", "benchmarks"))
+@pytest.mark.parametrize("path", sources("accel", "kernels", "tests", "benchmarks", "examples"))
 def test_file_names_say_something(path):
     assert pathlib.Path(path).name not in ("utils.py", "helpers.py", "common.py", "misc.py")
 
@@ -162,7 +162,7 @@ def test_files_are_short(folder, limit):
     assert not {path: length for path, length in lengths.items() if length > limit}
 
 
-@pytest.mark.parametrize("path", sources("accel", "kernels", "tests", "benchmarks"))
+@pytest.mark.parametrize("path", sources("accel", "kernels", "tests", "benchmarks", "examples"))
 def test_comments_are_notes(path):
     banner = re.compile(r"^\s*#\s*[-=#*~]{4,}")
     # the word in two pieces, so that this file passes its own test; an anchor is a name or an issue in parentheses

@@ -61,9 +61,10 @@ def run_python(
     path: Sequence[Path] = (),
     env: Mapping[str, str] | None = None,
     timeout: float = 300,
+    arguments: Sequence[str] = (),
 ) -> subprocess.CompletedProcess:
     """Run a snippet, or a script's file, with these folders first on the path; its output is captured as text."""
-    program = [str(code)] if isinstance(code, Path) else ["-c", code]
+    program = [str(code), *arguments] if isinstance(code, Path) else ["-c", code, *arguments]
     folders = [*map(str, path), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.run(
         [sys.executable, *program],

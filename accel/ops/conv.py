@@ -139,7 +139,7 @@ def plan_of(call: ConvCall, facts: DeviceFacts) -> ForwardPlan:
     outputs = [None if layout is None else fresh(layout, call.x, "meta") for layout in (y, final_states)]
     if call.final_states_out is not None:
         outputs[1] = call.final_states_out
-    function = kernels().conv_fwd.find(call, *outputs, facts.arch)
+    function = kernels("conv_fwd").find(call, *outputs, facts.arch)
     return ForwardPlan(function, y, final_states, torch.is_grad_enabled() and _requires_grad(call))
 
 
@@ -190,5 +190,5 @@ def forward(call: ConvCall, facts: DeviceFacts, plan: ForwardPlan | None) -> tup
     y = fresh(plan.y, call.x)
     final_states = call.final_states_out if plan.final_states is None else fresh(plan.final_states, call.x)
     if plan.function is not None:
-        kernels().conv_fwd.launch(plan.function, call, y, final_states, facts)
+        kernels("conv_fwd").launch(plan.function, call, y, final_states, facts)
     return y, final_states

@@ -23,6 +23,7 @@ from accel.routes import Route, note, record
 from accel.tracing import observed
 
 NAME = ("conv1d", "causal_conv1d_dense")  # target and callable of its routes
+AUTOCAST = ("cpu", "cuda")  # torch.compile cannot trace the question whether a device has autocast
 _NATIVE = {backend: Route(*NAME, "native", backend, None, "") for backend in ("cute", "cpu")}
 
 
@@ -85,7 +86,7 @@ def call_of(
         if not isinstance(value, Tensor) and not (name == "bias" and value is None):
             raise TypeError(f"{NAME[1]}: {name}: expected a Tensor, got {type(value).__name__}")
     kind = x.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+    if kind in AUTOCAST and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         x, weight, bias = _cast(x, dtype), _cast(weight, dtype), _cast(bias, dtype)
     return DenseCall(x, weight, bias, dilation, groups, activation)
@@ -144,7 +145,7 @@ def forward(call: DenseCall, facts: DeviceFacts) -> Tensor:
     if y.numel() == 0:
         return y
     if facts.backend == "cute":
-        kernels().dense.launch(call, y, facts)
+        kernels("dense").launch(call, y, facts)
     else:
         dense_torch.forward(call, y)
     return y
@@ -177,7 +178,7 @@ def backward(call: DenseBackwardCall, facts: DeviceFacts) -> tuple[Tensor | None
             if output is not None:
                 output.zero_()
     elif facts.backend == "cute":
-        kernels().dense.launch_backward(call, *outputs, facts)
+        kernels("dense").launch_backward(call, *outputs, facts)
     else:
         dense_torch.backward(call, *outputs)
     return outputs

@@ -1,4 +1,7 @@
-"""The one door to the kernels, opened at the first native call on a GPU, and what every operation begins with."""
+"""The one door to the kernels, opened at the first native call on a GPU, and what every operation begins with.
+
+A launcher is imported by the first call that needs it: all of them would cost a first call 10 ms.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,9 @@ from accel.reasons import Decline
 
 
 @functools.cache
-def kernels() -> ModuleType:
-    """`accel.kernels` with its launchers loaded; the compiler is imported where a kernel is not on the disk."""
-    for name in ("conv_update", "conv_update_tokens", "conv_fwd", "conv_bwd", "dense", "last_tokens"):
-        importlib.import_module(f"accel.kernels.{name}")
-    return importlib.import_module("accel.kernels")
+def kernels(name: str) -> ModuleType:
+    """A module of `accel.kernels`; the compiler is imported where a kernel is not on the disk."""
+    return importlib.import_module(f"accel.kernels.{name}")
 
 
 def facts_of(x: Tensor) -> DeviceFacts:

@@ -99,7 +99,7 @@ def backward(call: BackwardCall, facts: DeviceFacts) -> tuple[Tensor | None, ...
     direct = given is not None and _takes(given, call)
     dx, dweight, dbias, dinitial = allocate_backward(call, given if direct else None)
     if facts.backend == "cute":
-        conv_bwd = kernels().conv_bwd
+        conv_bwd = kernels("conv_bwd")
         dy = conv_bwd.dense_enough(call.dy, call)
         found = conv_bwd.find(call, dy, dx, call.needs_weight or call.needs_bias, facts)
         conv_bwd.launch(found, call, dy, dx, dweight, dbias, dinitial, facts)
@@ -117,7 +117,7 @@ def _planned(call: BackwardCall, facts: DeviceFacts) -> tuple[Tensor | None, ...
     kind = ("backward", activation, tuple(tensor is not None for tensor in optional), *options)
     tensors = (x, weight, *(tensor for tensor in optional if tensor is not None))
     plan = plans.find(facts.plans, kind, tensors)
-    conv_bwd = kernels().conv_bwd
+    conv_bwd = kernels("conv_bwd")
     dx = None if plan is None or plan.dx is None else fresh(plan.dx, x)
     dx, dweight, dbias, dinitial = allocate_backward(call, dx)
     dy = conv_bwd.dense_enough(dy, call)

@@ -52,7 +52,7 @@ def forward(call: StatesCall, facts: DeviceFacts) -> Tensor:
     facts.status.raise_pending()
     states = allocate(call)
     if facts.backend == "cute":
-        kernels().last_tokens.launch(call, states, facts)
+        kernels("last_tokens").launch(call, states, facts)
     else:
         cpu.states(call, states, facts.status)
     return states

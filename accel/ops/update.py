@@ -103,8 +103,8 @@ def prepare(call: UpdateCall, facts: DeviceFacts, inside: bool = False) -> Calla
     if facts.backend != "cute" or x.numel() == 0 or not inside and observed(x):
         return None
     if not one_token:
-        return kernels().conv_update_tokens.find(call, facts.arch)
-    plan = kernels().conv_update.find(
+        return kernels("conv_update_tokens").find(call, facts.arch)
+    plan = kernels("conv_update").find(
         x, form, state, weight, bias, residual, indices, activation is not None, facts.arch
     )
     if keep:
