@@ -450,6 +450,18 @@ def test_the_dense_convolution_uses_the_tensor_cores(artifacts):
         assert "cp.async.bulk.tensor.3d" in ptx
 
 
+@pytest.mark.skipif(not CUOBJDUMP.is_file(), reason="the triton package and its cuobjdump are not installed")
+@pytest.mark.parametrize("inputs", [64, 256])
+@pytest.mark.parametrize("dilation", [1, 2, 8])
+def test_the_products_of_a_step_are_in_flight_together(dilation, inputs, artifacts):
+    """The assembler waits for each of them where it sees their sums touched: a wait is marked by gsb0."""
+    (spec,) = specifications(dense(inputs=inputs, dilation=dilation, activation="silu"))
+    _, cubin = artifacts(spec)
+    code = subprocess.run([CUOBJDUMP, "-sass", cubin], capture_output=True, text=True, check=True).stdout
+    products = re.findall(r"HGMMA[^;]*", code)
+    assert len(products) == 4 and ["gsb0" in product for product in products] == [False, False, False, True], products
+
+
 # Calls that differ in sizes, strides and counts alone, within one family of alignment.
 SAME = {
     "update": [update(rows=n, channels=d, sliced=n > 1) for n, d in ((1, 512), (8, 2048), (600, 64), (33, 8))],

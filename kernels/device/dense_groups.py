@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 GROUP = 128  # threads of a warp group
@@ -66,11 +66,21 @@ def start_sums(mma: cute.TiledMma, tile: tuple[int, int]) -> cute.Tensor:
 
 @cute.jit
 def add_products(
-    mma: cute.TiledMma, sA, sB, rSum, ring, begin: Int32, end: Int32, stages: cutlass.Constexpr[int], tid: Int32
+    mma: cute.TiledMma,
+    sA,
+    sB,
+    rSum,
+    ring,
+    begin: Int32,
+    end: Int32,
+    stages: cutlass.Constexpr[int],
+    ahead: cutlass.Constexpr[bool],
+    tid: Int32,
 ):
-    """rSum += the steps from `begin` up to `end`, by a multiplying group; their stages are free afterwards.
+    """rSum += the steps from `begin` up to `end`, by a multiplying group.
 
-    One product is in flight while the stage before is freed.
+    `ahead`: one step is in flight while the stage before it is freed; the last stage of all is not freed. Sums that
+    are touched between two calls forbid that: the assembler would then wait for each single product.
     """
     part = mma.get_slice(cute.arch.make_warp_uniform(tid // GROUP) * GROUP)
     fA, fB = mma.make_fragment_A(part.partition_A(sA)), mma.make_fragment_B(part.partition_B(sB))
@@ -81,9 +91,12 @@ def add_products(
         for k in cutlass.range_constexpr(cute.size(fA, mode=[2])):
             cute.gemm(mma, rSum, fA[None, None, k, stage], fB[None, None, k, stage], rSum)
         warpgroup.commit_group()
-        warpgroup.wait_group(1)
-        if i > begin and tid % 32 == 0:
-            cute.arch.mbarrier_arrive(ring.empty + (i - 1) % stages)
+        if const_expr(ahead):
+            warpgroup.wait_group(1)
+            if i > begin and tid % 32 == 0:
+                cute.arch.mbarrier_arrive(ring.empty + (i - 1) % stages)
+        else:
+            warpgroup.wait_group(0)
+            if tid % 32 == 0:
+                cute.arch.mbarrier_arrive(ring.empty + stage)
     warpgroup.wait_group(0)
-    if end > begin and tid % 32 == 0:
-        cute.arch.mbarrier_arrive(ring.empty + (end - 1) % stages)

@@ -91,7 +91,7 @@ class DenseWeightWgmma:
             self.copy(box_a, tA, box_b, tB, sA, sB, ring, m, n, first + tap * step, begin, count, per_row)
         else:
             rSum = start_sums(mma, (spec.tile_m, spec.tile_n))
-            add_products(mma, sA, sB, rSum, ring, Int32(0), count, self.stages, tid)
+            add_products(mma, sA, sB, rSum, ring, Int32(0), count, self.stages, True, tid)
             tC = mma.get_slice(tid).partition_C(cute.make_identity_tensor((spec.tile_m, spec.tile_n)))
             store_partial(rSum, tC, mPartial, part, tap, m * spec.tile_m, n * spec.tile_n)
 

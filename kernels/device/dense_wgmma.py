@@ -166,7 +166,7 @@ class DenseWgmma:
         spec = self.spec
         rSum = start_sums(mma, (spec.tile_m, spec.tile_n))
         if const_expr(self.phases == 1):
-            add_products(mma, sA, sB, rSum, ring, Int32(0), taps * chunks, self.stages, tid)
+            add_products(mma, sA, sB, rSum, ring, Int32(0), taps * chunks, self.stages, True, tid)
         else:
             done, distance = Int32(0), Int32(0)
             for turn in range(self.phases):
@@ -176,8 +176,9 @@ class DenseWgmma:
                     if done > 0:
                         move_sums(rSum, distance, spec.grain)
                     distance = Int32(0)
-                    add_products(mma, sA, sB, rSum, ring, done, done + of_phase * chunks, self.stages, tid)
-                    done += of_phase * chunks
+                    end = done + of_phase * chunks
+                    add_products(mma, sA, sB, rSum, ring, done, end, self.stages, False, tid)
+                    done = end
                 distance += spec.grain
             # the turn of phase 0 has added one distance too many
             move_sums(rSum, distance - spec.grain, spec.grain)
