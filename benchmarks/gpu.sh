@@ -56,8 +56,8 @@ step() { # NAME -> its default limit in seconds and its command
     e2e-qwen3-next) limit=400 command="python3 -m benchmarks.e2e_transformers --families qwen3_next --warm-up 16 --out $OUT/e2e_qwen3_next.json" ;;
     e2e-nemotron-h) limit=400 command="python3 -m benchmarks.e2e_transformers --families nemotron_h --warm-up 16 --out $OUT/e2e_nemotron_h.json" ;;
     # on two GPUs
-    cp) limit=120 command="python3 -m benchmarks.cp --out $OUT/cp.json" ;;
-    cp-zigzag) limit=120 command="python3 -m benchmarks.cp --layout zigzag --out $OUT/cp_zigzag.json" ;;
+    cp) limit=200 command="python3 -m benchmarks.cp --out $OUT/cp.json" ;;
+    cp-zigzag) limit=200 command="python3 -m benchmarks.cp --layout zigzag --out $OUT/cp_zigzag.json" ;;
     fsdp) limit=300 command="python3 -m benchmarks.fsdp --out $OUT/fsdp.json" ;;
     *) return 1 ;;
   esac
