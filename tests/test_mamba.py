@@ -36,7 +36,7 @@ def folders(version, conv, needed="4.57.6"):
 
 
 def hidden(conv):
-    """What a machine may have of causal-conv1d and is not to be found: the extension at least, which is stood in for."""
+    """What of causal-conv1d is not to be found, whatever the machine has; its extension is stood in for."""
     return ["causal_conv1d_cuda"] if conv else ["causal_conv1d_cuda", "causal_conv1d"]
 
 
