@@ -43,6 +43,36 @@ def run(path, absent, file, *selection, marker="not gpu", **env):
     print(done.stdout)
 
 
+HIDDEN = """
+import importlib.metadata, importlib.util, sys
+import found_before, hidden
+hidden.hide("causal_conv1d", "found_before")
+for name in ("causal_conv1d", "causal_conv1d.sub", "found_before"):
+    sys.modules.pop(name, None)
+    try:
+        __import__(name)
+    except ModuleNotFoundError:
+        continue
+    raise AssertionError(name)
+assert importlib.util.find_spec("causal_conv1d") is None and importlib.util.find_spec("other") is not None
+assert {found.name for found in importlib.metadata.distributions()} >= {"torch", "other"}
+assert "causal-conv1d" not in {found.name for found in importlib.metadata.distributions()}
+assert importlib.metadata.version("other") == "1"
+importlib.metadata.version("causal-conv1d")
+"""
+
+
+def test_a_hidden_package_is_not_found(tmp_path):
+    """On a machine that has it: no module, no version, no distribution."""
+    for name in ("causal-conv1d", "found-before", "other"):
+        module, info = tmp_path / name.replace("-", "_"), tmp_path / f"{name.replace('-', '_')}-1.dist-info"
+        module.mkdir(), info.mkdir()
+        (module / "__init__.py").touch(), (module / "sub.py").touch()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+    done = run_python(HIDDEN, [tmp_path, ROOT / "tests"])
+    assert "PackageNotFoundError: No package metadata was found for causal-conv1d" in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_models(version):
     """Without causal-conv1d, as most people have it: all families of the newest release against their torch path."""
