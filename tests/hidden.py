@@ -17,7 +17,7 @@ def hide(*packages: str) -> None:
         @staticmethod
         def find_distributions(*context):
             for found in importlib.machinery.PathFinder.find_distributions(*context):
-                if found.name.replace("-", "_") not in packages:
+                if found._normalized_name not in packages:  # of the file's name: the metadata may not be whole
                     yield found
 
     at = sys.meta_path.index(importlib.machinery.PathFinder)

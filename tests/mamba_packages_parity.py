@@ -62,7 +62,8 @@ def trained(layer, dtype):
     x = tokens(dtype).requires_grad_()
     y = layer(x)
     parameters = dict(layer.named_parameters())
-    gradients = torch.autograd.grad(y, [x, *parameters.values()], torch.randn_like(y))
+    dy = torch.randn(y.shape).to(dtype)  # the same numbers for every dtype
+    gradients = torch.autograd.grad(y, [x, *parameters.values()], dy)
     return {"y": y.detach(), "x": gradients[0], **dict(zip(parameters, gradients[1:], strict=True))}
 
 
