@@ -1,9 +1,10 @@
-"""The README's tables, as Markdown, from the JSON files of a run: `python -m benchmarks.table [FOLDER]`."""
+"""Tables of the JSON files of runs, as Markdown: `python -m benchmarks.table [FOLDER]` prints all of them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -64,6 +65,16 @@ def table(rows: list[dict[str, Any]], op: str, metric: str) -> str | None:
     lines = [f"| {op}: {METRICS[metric]} | " + " | ".join(across) + " |", "|---" * (len(across) + 1) + "|"]
     lines += [f"| {one} | " + " | ".join(values.get((one, other), "") for other in across) + " |" for one in down]
     return "\n".join(lines)
+
+
+def refusals(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What has no figure, and why: a peer that does not take a case, a gate that did not hold."""
+    found = dict.fromkeys(
+        (row["provider"], row["case"], re.sub(r"\s*\[.*\]$", "", row["gate"]))
+        for row in rows
+        if row.get("gate", "ok") != "ok"
+    )
+    return ["\n".join(f"- no figure for {name} at {case}: {why}" for name, case, why in found)] if found else []
 
 
 def heading(document: dict[str, Any]) -> str:

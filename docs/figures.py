@@ -16,7 +16,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from benchmarks.table import METRICS, heading, in_order, table
+from benchmarks.table import METRICS, heading, in_order, refusals, table
 
 matplotlib.use("svg")
 STYLE = {"svg.hashsalt": "accel", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9}
@@ -167,16 +167,6 @@ def cell(value: Any) -> str:
     if value is None:
         return ""
     return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "\\|")
-
-
-def refusals(rows: Rows) -> list[str]:
-    """What has no figure, and why: a peer that does not take a case, a gate that did not hold."""
-    found = dict.fromkeys(
-        (row["provider"], row["case"], re.sub(r"\s*\[.*\]$", "", row["gate"]))
-        for row in rows
-        if row.get("gate", "ok") != "ok"
-    )
-    return ["\n".join(f"- no figure for {name} at {case}: {why}" for name, case, why in found)] if found else []
 
 
 def unique(rows: Rows, key: str) -> list[str]:

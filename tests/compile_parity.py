@@ -161,28 +161,47 @@ def test_a_strided_cache_is_updated_in_place(device):
     assert torch.equal(cache, eager) and cache.stride() == (W * D, 1, D)
 
 
+@pytest.fixture
+def replays(monkeypatch):
+    """One entry for each replay of a CUDA graph."""
+    found, replay = [], torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (found.append(graph), replay(graph))[1])
+    return found
+
+
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_inductor(device, mode):
-    conv = layer(device)
+def test_inductor(device, mode, replays):
+    """A CUDA graph is recorded in the second round and replayed afterwards, into the same memory: hence the clones."""
+    conv, x = layer(device), projection(device)
+    graphs = device == "cuda" and mode == "reduce-overhead"
 
     def forward(x):
         return conv(x)[0]
 
+    def trained(function):
+        (leaf,) = leaves(x)
+        y = function(leaf)
+        gradients = torch.autograd.grad(y.square().sum(), [leaf, *conv.parameters()])
+        return [tensor.detach().clone() for tensor in (y, *gradients)]
+
     run = torch.compile(forward, fullgraph=True, mode=mode)
-    x = projection(device)
-    for _ in range(3):  # a CUDA graph is recorded in the second call and replayed from the third on
-        (leaf,), (other,) = leaves(x), leaves(x)
-        y, expected = run(leaf), forward(other)
-        y.sum().backward(), expected.sum().backward()
-        close((y, leaf.grad), (expected, other.grad))
+    for _ in range(4):
         torch.compiler.cudagraph_mark_step_begin()
+        close(trained(run), trained(forward))
+    # the forward and the backward, each more than once
+    assert len(replays) >= 4 if graphs else not replays
+    replays.clear()
+
     cache, eager = (torch.ones(B, D, W, device=device) for _ in range(2))
+    torch._dynamo.mark_static_address(cache)  # or no graph is made that writes into it
+    step = torch.compile(lambda x, cache: conv(x, cache=cache)[0] + 1, fullgraph=True, mode=mode)
     with torch.no_grad():
-        step = torch.compile(lambda x, cache: conv(x, cache=cache)[0] + 1, fullgraph=True, mode=mode)
-        for _ in range(3):
-            y = step(x[:, :1], cache).clone()
-            close(y, conv(x[:, :1], cache=eager)[0] + 1)
+        for token in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            now = x[:, token : token + 1]
+            close(step(now, cache).clone(), conv(now, cache=eager)[0] + 1)
             assert torch.equal(cache, eager)
+    assert len(replays) >= 2 if graphs else not replays
 
 
 class Model(nn.Module):

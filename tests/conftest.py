@@ -17,6 +17,7 @@ import sys
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -84,6 +85,8 @@ def fresh_memory_is_nan(monkeypatch):
 
         return wrapper
 
+    # torch notes at its first look which functions take a default device: the allocators themselves, not ours
+    _device_constructors()
     for name in ("empty", "empty_like", "empty_strided"):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
     for name in ("new_empty", "new_empty_strided"):

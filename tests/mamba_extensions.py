@@ -27,6 +27,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 else:
     driver.active.get_benchmarker = lambda: triton_cpu.first_wins
     torch.set_default_device("cuda")
+    torch.backends.cudnn.allow_tf32 = False  # a convolution of torch is to be as exact as it is on the CPU
     NATIVE = "native:cute"
 
 

@@ -602,7 +602,7 @@ def searches(monkeypatch):
         seen.append(kernel_for(*arguments))
         return seen[-1]
 
-    monkeypatch.setattr(update, "kernels", lambda: SimpleNamespace(conv_update=SimpleNamespace(find=find)))
+    monkeypatch.setattr(update, "kernels", {"conv_update": SimpleNamespace(find=find)}.get)
     return seen
 
 

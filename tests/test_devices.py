@@ -36,6 +36,13 @@ def in_threads(*functions):
         raise failures[0]
 
 
+def test_a_default_device_is_that_of_fresh_memory():
+    """conftest.py fills fresh memory behind torch's back; a layer that is built here still goes where it should."""
+    with torch.device("meta"):
+        fresh = torch.nn.Linear(2, 2).weight, torch.empty(3), torch.empty_strided((2,), (1,))
+    assert all(tensor.is_meta for tensor in fresh)
+
+
 @pytest.fixture
 def impatient():
     """Threads take turns after every few instructions."""

@@ -171,6 +171,28 @@ def test_every_result_file_is_there(site):
     assert list((site / "performance").glob("*.svg")) or not list((ROOT / "benchmarks" / "results").glob("*.json"))
 
 
+def test_the_readmes_figures_are_those_of_the_files(tmp_path, monkeypatch):
+    """What `python -m benchmarks.readme` writes is what stands there; a file that is not there has no table."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    readme = importlib.import_module("benchmarks.readme")
+    text = (ROOT / "README.md").read_text()
+    assert readme.filled(text, ROOT / "benchmarks" / "results") == text
+    assert readme.section(tmp_path) == readme.INTRO
+    step = {"op": "step", "case": "x", "gate": "ok"}
+    rows = [
+        step | {"provider": "causal-conv1d", "step_ms": 3.0, "all_ms": [3.0], "note": "as it is"},
+        step | {"provider": "accel", "step_ms": 2.0, "all_ms": [2.0], "over": {"causal-conv1d": 1.4996}},
+        step | {"provider": "torch", "gate": "GateError: x is off [cases.py:1 gate]"},
+    ]
+    write(tmp_path / "e2e_mamba.json", rows)
+    found = readme.section(tmp_path)
+    assert "model. `e2e_mamba.json`: NVIDIA H200, 2026-01-01, commit unknown.\n\n" in found
+    assert "| step, x | 2.000 | 3.000 | 1.50 |\n\n- causal-conv1d at x: as it is\n\n" in found
+    assert "- no figure for torch at x: GateError: x is off\n\n- `e2e_mamba`: driver 1, torch 2" in found
+    write(tmp_path / "e2e_mamba.json", [step | {"provider": "accel", "step_ms": 2.0}])
+    assert "2.000" not in readme.section(tmp_path) and "ranks nothing" in readme.section(tmp_path)
+
+
 def test_results_that_are_not_there_or_of_no_known_kind(tmp_path, monkeypatch):
     """No file, rows that nobody knows, a peer that failed, a case that only some have, one provider, pairs of a run."""
     figures = imported(monkeypatch)

@@ -6,6 +6,7 @@ import pytest
 from upstreams import ROOT, flash_linear_attention, run_python, transformers
 
 EXAMPLES = ROOT / "examples"
+UNTUNED = ROOT / "tests" / "untuned.py"
 # for tensors as small as these, threads take three times as long
 ENV = {"TRANSFORMERS_OFFLINE": "1", "FLA_CACHE_RESULTS": "0", "OMP_NUM_THREADS": "1"}
 TRAINED = re.compile(r"^step +\d+  loss (\d+\.\d+)$", re.MULTILINE)
@@ -105,6 +106,33 @@ def test_graph_decode():
     }
 
 
+TUNED = """
+import sys
+import torch
+import triton
+import triton.language as tl
+
+@triton.autotune([triton.Config({"BLOCK": size}) for size in (256, 64, 128)], key=["n"])
+@triton.jit
+def kernel(out, n, BLOCK: tl.constexpr):
+    tl.store(out, BLOCK)
+
+out = torch.zeros(1, dtype=torch.int32)
+kernel[(1,)](out, 1)
+print(__name__, sys.argv, sys.path[0], out.item())
+sys.exit(7)
+"""
+
+
+def test_an_untuned_script_is_run_as_it_is(tmp_path):
+    """What the tests on a GPU do with the examples."""
+    script = tmp_path / "script.py"
+    script.write_text(TUNED)
+    done = run_python(UNTUNED, (), {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}, arguments=[str(script), "-x"])
+    assert done.returncode == 7, done.stderr
+    assert done.stdout == f"__main__ {[str(script), '-x']} {tmp_path} 64\n"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "name, package, arguments",
@@ -119,11 +147,11 @@ def test_graph_decode():
     ],
 )
 def test_on_the_gpu(name, package, arguments):
-    """With the packages of this machine."""
+    """With the packages of this machine, and nothing tuned."""
     done = run_python(f"import torch, {package}", env=ENV)
     if done.returncode != 0:
         pytest.skip(f"{package} cannot be imported here: {done.stderr.strip().splitlines()[-1]}")
-    found = run(name, [], "--device", "cuda", *arguments)
+    found = run(UNTUNED, [], str(EXAMPLES / name), "--device", "cuda", *arguments)
     assert {route for route, _ in routes(found).values()} == {"native:cute"}
     if name in ("train_gated_deltanet.py", "mamba2.py"):
         assert losses(found)[-1] < 0.9 * losses(found)[0]

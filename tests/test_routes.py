@@ -1,5 +1,6 @@
 """The recorder of routes: last, counts, recordings, one warning a kind, in one thread and in several."""
 
+import importlib
 import logging
 import pickle
 import threading
@@ -7,9 +8,11 @@ from collections import Counter
 
 import pytest
 import torch
-from upstreams import run_python
+from counted import counted
+from upstreams import ROOT, run_python
 
 from accel import last_route, record_routes, reset_routes, routes
+from accel.bench.cases import GateError
 from accel.routes import Route, record, route_counts
 
 NATIVE = Route("a", "update", "native", "cpu", None, "")
@@ -152,6 +155,26 @@ def test_a_recording_is_of_its_thread():
         in_threads(2, lambda: record(OTHER))
         record(NATIVE)
     assert seen == [NATIVE]
+
+
+def test_calls_of_all_threads_can_be_counted(monkeypatch):
+    """As tests and benchmarks have to: what a backward on a GPU calls is called in another thread."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    presence = importlib.import_module("benchmarks.presence")
+
+    def calls():
+        record(NATIVE)
+        in_threads(2, lambda: record(NATIVE))
+
+    record(NATIVE)
+    with counted() as found:
+        calls()
+    assert found == {("update", "native:cpu"): 3}
+    presence.native_calls(calls, 3)
+    with pytest.raises(GateError, match="3 native calls, expected 1"):
+        presence.native_calls(calls, 1)
+    with pytest.raises(GateError, match="2 of 2 calls were not native, first: update fallback: x: expected torch.flo"):
+        presence.native_calls(lambda: in_threads(2, lambda: record(FALLBACK)), 2)
 
 
 def test_one_warning_for_each_kind_of_fallback(caplog):
