@@ -171,6 +171,30 @@ def releases(range_: SpecifierSet) -> str:
     return ",".join(str(part) for part in sorted(range_, key=lambda part: Version(part.version)))
 
 
+def halo() -> str:
+    """What the halo of a context-parallel convolution costs, from the formulas that stand above it on the page."""
+    tokens, channels, width, size, memory = 32768, 8192, 4, 2, 4.8e12
+    forward = 2 * tokens * channels * size / memory
+    rows = []
+    for ranks, link, bandwidth in ((8, "NVLink", 450e9), (64, "network", 50e9), (1024, "network", 50e9)):
+        received = (ranks - 1) * (width - 1) * channels * size
+        took = received / bandwidth
+        cells = (f"{received / 1e6:.2f} MB", f"{took * 1e6:.1f} us", f"{forward * 1e6:.0f} us", f"{took / forward:.1%}")
+        rows.append((f"{ranks}, {link}", *cells))
+    even = 1 + 2 * tokens / (width - 1) * bandwidth / memory
+    sent, parameters = (width - 1) * channels * size, (width + 1) * channels * size
+    return f"""GatedDeltaNet with q, k and v in one convolution, D = {channels}, W = {width}, bf16, T = {tokens} a rank,
+contiguous. Derived from the formulas and nominal bandwidths (HBM 4.8 TB/s, NVLink 450 GB/s each way, network 50 GB/s a
+GPU), without the latency of a gather; not measured:
+
+{table(("R", "received each way", "at the link", "forward, at least", "share of the forward"), rows)}
+
+Every rank sends {sent / 1e3:.0f} kB. At 8 GPUs the gather costs its latency. Over the network it takes as long as the
+convolution at R - 1 = 2 T / (W-1) * 50 / 4800, which is {even:.0f} ranks here; more tokens a rank move that point up in
+proportion. At 10,000 GPUs the context-parallel group therefore stays small and the rest is data parallel, which adds no
+byte for the convolution: its parameters are D (W + 1) numbers a layer, {parameters / 1e3:.0f} kB here with a bias."""
+
+
 def words(names: Iterable[object]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
@@ -189,4 +213,5 @@ SECTIONS = {
     "faults": faults,
     "reports": reports,
     "results": lambda: results().markdown,
+    "halo": halo,
 }
