@@ -184,7 +184,11 @@ def reset_routes() -> None:
 
 @contextlib.contextmanager
 def record_routes() -> Iterator[list[Route]]:
-    """Collect the route of every call that this thread makes inside, in order."""
+    """Collect the route of every call that this thread makes inside, in order.
+
+    What a backward calls on a GPU (a checkpoint's second forward, a fused function's convolutions) is another thread's,
+    one of autograd's, and not among them; `route_counts` has the calls of all threads.
+    """
     recording: list[Route] = []
     _thread.recordings.append(recording)
     try:

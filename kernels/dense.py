@@ -21,7 +21,7 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 
 def convolve(packed, source, bias, out, activation, first: int, step: int, arch: str) -> None:
     """`dense_mma.launch`, on Hopper's own instructions where they serve."""
-    kernel = dense_wgmma if dense_wgmma.serves(source, packed.shape[0], step, arch) else dense_mma
+    kernel = dense_wgmma if dense_wgmma.serves(source, arch) else dense_mma
     kernel.launch(packed, source, bias, out, activation, first, step, arch)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -20,19 +21,20 @@ class DenseWgmmaSpec(NamedTuple):
     has_bias: bool
     activation: str | None
     tile_m: int  # output channels of a block
-    tile_n: int  # tokens of a block
+    tile_n: int  # tokens that a block multiplies
+    grain: int  # tokens: what taps are moved by is a multiple of it, up to a vector
     arch: str
 
 
-def serves(source: torch.Tensor, taps: int, dilation: int, arch: str) -> bool:
-    """Whether [B, C, T] can be read in boxes: rows of whole vectors, no two of them in one place.
-
-    Every box has to begin at a whole vector too, so a tap moves it by vectors.
-    """
-    if arch != "sm_90a" or taps > 1 and dilation % VECTOR:
-        return False
+def serves(source: torch.Tensor, arch: str) -> bool:
+    """Whether [B, C, T] can be read in boxes: rows of whole vectors, no two of them in one place."""
     apart = all(step > 0 and step % VECTOR == 0 for step in source.stride()[:2])
-    return apart and reads_vectors(source)
+    return arch == "sm_90a" and apart and reads_vectors(source)
+
+
+def grain_of(taps: int, step: int) -> int:
+    """The power of two that divides what every tap is moved by, up to a vector."""
+    return math.gcd(step, VECTOR) if taps > 1 else VECTOR
 
 
 def launch(
@@ -47,7 +49,10 @@ def launch(
 ) -> None:
     """As `dense_mma.launch`, of a source that `serves` allows."""
     tile_m = tile_of(out.shape[1])
-    steps = packed.shape[0] * -(-packed.shape[2] // DEPTH)
-    tile_n = 128 if tile_m == 64 or steps <= SHORT else 256
-    spec = DenseWgmmaSpec(source.dtype, bias is not None, activation, tile_m, tile_n, arch)
+    taps = packed.shape[0]
+    grain = grain_of(taps, step)
+    short = taps * -(-packed.shape[2] // DEPTH) <= SHORT
+    # sums that are moved by single tokens leave no registers for the wide tile
+    tile_n = 128 if tile_m == 64 or short or grain == 1 else 256
+    spec = DenseWgmmaSpec(source.dtype, bias is not None, activation, tile_m, tile_n, grain, arch)
     jit.get(spec)(packed.permute(1, 2, 0), source.permute(2, 1, 0), bias, out, first, step)

@@ -302,8 +302,8 @@ class Warp:
 
     def do_shfl(self, op, details, operands):
         assert self.mask.all()
-        value, by = self.value(operands[1], "u32"), int(operands[2])
-        source = np.arange(LANES) ^ by if "bfly" in details else np.full(LANES, by)
+        value, by = self.value(operands[1], "u32"), self.value(operands[2], "u32").astype(np.int64)
+        source = np.arange(LANES) ^ by if "bfly" in details else by
         self.put(operands[0].split("|")[0], value[source])
 
     def do_cvt(self, op, details, operands):

@@ -92,7 +92,7 @@ DENSE_AXES = {
     "outputs": (64, 128),
     "inputs": (64, 256),
     "tokens": (256, 250, 251),
-    "dilation": (8, 2),
+    "dilation": (8, 4, 2, 1),
     "unaligned": (False, True),
 }
 DENSE_BACKWARD_AXES = {
@@ -303,7 +303,9 @@ def table() -> Iterator[Any]:
         yield dense(**choice)
     for choice in pairs(DENSE_BACKWARD_AXES):
         yield dense_backward(**choice)
-    # where registers are shortest: everything at once
+    # where registers are shortest: the widest tile, whose sums are moved along; everything at once
+    for dilation in (1, 2, 4):
+        yield dense(inputs=256, activation="silu", dilation=dilation)
     everything = {"bias": "as weight", "initial": True, "final": True}
     for layout, width, packing in itertools.product(
         ("channel-last", "channel-first"), (6, 8), ("dense", "int32", "seq_idx")
@@ -437,14 +439,27 @@ def test_the_dense_convolution_uses_the_tensor_cores(artifacts):
         instructions = [re.findall(r"\b(wgmma\.mma_async|mma\.sync)", artifacts(spec)[0]) for spec in specs]
         kind = "wgmma.mma_async" if arch == "sm_90a" else "mma.sync"
         assert [set(found) for found in instructions] == [{kind}] * 3, arch
-    # a box that begins inside a vector is an illegal instruction
-    for call in (dense(dilation=4), dense_backward(dilation=4)):
-        assert not any("Wgmma" in type(spec).__name__ for spec in specifications(call))
+    # a box that begins inside a vector is an illegal instruction, and only sums can be moved along
+    calls = dense(dilation=4), dense_backward(dilation=4)
+    names = [type(spec).__name__ for call in calls for spec in specifications(call)]
+    assert names == ["DenseWgmmaSpec", "DenseWgmmaSpec", "DenseWeightSpec"]
     for inputs, tile in ((64, 128), (256, 256)):
         (spec,) = specifications(dense(inputs=inputs))
         ptx, _ = artifacts(spec)
         assert f"wgmma.mma_async.sync.aligned.m64n{tile}k16.f32.bf16.bf16" in ptx
         assert "cp.async.bulk.tensor.3d" in ptx
+
+
+@pytest.mark.skipif(not CUOBJDUMP.is_file(), reason="the triton package and its cuobjdump are not installed")
+@pytest.mark.parametrize("inputs", [64, 256])
+@pytest.mark.parametrize("dilation", [1, 2, 8])
+def test_the_products_of_a_step_are_in_flight_together(dilation, inputs, artifacts):
+    """The assembler waits for each of them where it sees their sums touched: a wait is marked by gsb0."""
+    (spec,) = specifications(dense(inputs=inputs, dilation=dilation, activation="silu"))
+    _, cubin = artifacts(spec)
+    code = subprocess.run([CUOBJDUMP, "-sass", cubin], capture_output=True, text=True, check=True).stdout
+    products = re.findall(r"HGMMA[^;]*", code)
+    assert len(products) == 4 and ["gsb0" in product for product in products] == [False, False, False, True], products
 
 
 # Calls that differ in sizes, strides and counts alone, within one family of alignment.

@@ -68,15 +68,58 @@ def gelu(u: Float32) -> Float32:
 
 
 @cute.jit
+def move_sums(rSum: cute.Tensor, distance: Int32, grain: cutlass.Constexpr[int]):
+    """sum[t] <- sum[t + distance], for sums in wgmma's order; distance is a multiple of `grain` below a vector.
+
+    What would come from behind the tile comes from its last vector, and counts for nothing.
+    """
+    for bit in cutlass.range_constexpr(3):
+        if const_expr(grain <= 1 << bit):
+            if (distance & (1 << bit)) != 0:
+                move_by(rSum, 1 << bit)
+
+
+def move_by(rSum: cute.Tensor, distance: int) -> None:
+    """`move_sums` by 1, 2 or 4 tokens.
+
+    Four lanes hold a row's eight tokens of a block, two each: (token, token + 1) of row and row + 8 in turns.
+    """
+    lane = cute.arch.lane_idx()
+    pairs = max(distance // 2, 1)  # between the lanes of giver and taker
+    giver = (lane & ~3) | ((lane + pairs) & 3)
+    # what these give is taken for the block before theirs
+    early = (lane & 3) < pairs
+    last = cute.size(rSum) - 4
+    for at in range(0, cute.size(rSum), 4):
+        for half in (0, 2):
+            for i in (0,) if distance == 1 else (0, 1):
+                index = at + half + i
+                given = cutlass.select_(early, rSum[min(index + 4, last + half + i)], rSum[index])
+                taken = cute.arch.shuffle_sync(given, giver)
+                if distance == 1:
+                    rSum[index], rSum[index + 1] = rSum[index + 1], taken
+                else:
+                    rSum[index] = taken
+
+
+@cute.jit
 def finish_rows(
-    spec: cutlass.Constexpr, rSum: cute.Tensor, tC: cute.Tensor, mBias, mOut: cute.Tensor, b: Int32, m: Int32, t: Int32
+    spec: cutlass.Constexpr,
+    rSum: cute.Tensor,
+    tC: cute.Tensor,
+    mBias,
+    mOut: cute.Tensor,
+    b: Int32,
+    m: Int32,
+    t: Int32,
+    count: cutlass.Constexpr[int],
 ):
     """As `finish`, for sums in wgmma's order and rows of whole vectors: lane q of four gets block q of four blocks.
 
     A thread has pairs of eight-token blocks, (row, row + 8) in turns; four lanes of one row trade them, so that each
-    stores eight tokens of its own.
+    stores eight tokens of its own. `count`: tokens of the tile that are stored.
     """
-    _, channels, tokens = mOut.shape
+    channels, tokens = mOut.shape[1], cutlass.min(mOut.shape[2], t + count)
     lane = cute.arch.lane_idx() % 4
     blocks = cute.size(rSum) // 4
     for half in cutlass.range_constexpr(2):

@@ -17,9 +17,10 @@ from cutlass.utils import hopper_helpers as hopper
 from accel.kernels.dense_weight_wgmma import CHUNK, DenseWeightWgmmaSpec
 from accel.kernels.device.compiler import CUTE_DTYPE, compile_for, fake
 from accel.kernels.device.dense_end import store_partial
-from accel.kernels.device.dense_groups import COPIER, THREADS, claim, open_ring, sum_products
+from accel.kernels.device.dense_groups import GROUP, WARPS, add_products, claim, open_ring, start_sums
 
 STAGE_BYTES = 100 * 1024  # of all stages: two blocks share an SM
+GROUPS = 2  # they share the output channels, or where these are few the input channels
 
 
 class DenseWeightWgmma:
@@ -49,7 +50,7 @@ class DenseWeightWgmma:
         blocks = cute.ceil_div(outputs, spec.tile_m) * cute.ceil_div(inputs, spec.tile_n) * taps * parts
         self.kernel(mma, box_a, tA, box_b, tB, tile_a, tile_b, mPartial, first, step).launch(
             grid=[blocks, 1, 1],
-            block=[THREADS, 1, 1],
+            block=[GROUPS * GROUP + 32, 1, 1],
             stream=stream,
             use_pdl=True,
             min_blocks_per_mp=2,
@@ -78,7 +79,7 @@ class DenseWeightWgmma:
         dtype = CUTE_DTYPE[spec.dtype]
         sA = smem.allocate_tensor(dtype, tile_a.outer, 1024, tile_a.inner)
         sB = smem.allocate_tensor(dtype, tile_b.outer, 1024, tile_b.inner)
-        ring = open_ring(smem, self.stages, (box_a, box_b), warp)
+        ring = open_ring(smem, self.stages, GROUPS, (box_a, box_b), warp)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         _, tokens, batch = tA.shape
@@ -86,11 +87,11 @@ class DenseWeightWgmma:
         share = cute.ceil_div(batch * per_row, mPartial.shape[0])
         begin = part * share
         count = cutlass.max(cutlass.min(batch * per_row - begin, share), 0)
-        if warp == COPIER:
+        if warp == GROUPS * WARPS:
             self.copy(box_a, tA, box_b, tB, sA, sB, ring, m, n, first + tap * step, begin, count, per_row)
         else:
-            rSum = cute.make_rmem_tensor(mma.partition_shape_C((spec.tile_m, spec.tile_n)), Float32)
-            sum_products(mma, sA, sB, rSum, ring, count, self.stages, tid)
+            rSum = start_sums(mma, (spec.tile_m, spec.tile_n))
+            add_products(mma, sA, sB, rSum, ring, Int32(0), count, self.stages, True, tid)
             tC = mma.get_slice(tid).partition_C(cute.make_identity_tensor((spec.tile_m, spec.tile_n)))
             store_partial(rSum, tC, mPartial, part, tap, m * spec.tile_m, n * spec.tile_n)
 
