@@ -109,7 +109,8 @@ def test_a_module_and_a_report_in_a_file(tmp_path):
 ENDS = {
     "sys.exit(7)": 7,
     "raise ValueError('mine')": 1,
-    "import signal; os.kill(os.getpid(), signal.SIGINT)": -signal.SIGINT,
+    # a signal may go to another thread first, and the script would be over before the main one sees it
+    "import signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(30)": -signal.SIGINT,
 }
 
 
