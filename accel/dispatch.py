@@ -92,14 +92,15 @@ def run(binding: Binding, args: tuple, kwargs: dict) -> Any:
     """Serve one call of a swapped callable."""
     if not binding.live:
         return binding.original(*args, **kwargs)
+    adapter = binding.adapter
     try:
-        call = binding.adapter.read(*args, **kwargs)
+        call = adapter.read(*args, **kwargs)
     except Exception as error:
         call = _unreadable(error)
-    if type(call) is Decline:
+    if type(call) is not adapter.call:
+        if type(call) is InnerCall:
+            return binding.original(*args, **kwargs)
         return _fall_back(binding, call, args, kwargs)
-    if type(call) is InnerCall:
-        return binding.original(*args, **kwargs)
     facts = environment.facts(call.x.device)
     operation = binding.operation
     tracing = is_dynamo_compiling()
@@ -108,13 +109,13 @@ def run(binding: Binding, args: tuple, kwargs: dict) -> Any:
         return _fall_back(binding, plan, args, kwargs)
     if tracing:
         note(binding.target, binding.callable, "native", facts.backend, None, "")
-        return binding.adapter.give(operation.run(call, facts, plan), call)
+        return adapter.give(operation.run(call, facts, plan), call)
     record(binding.native[facts.backend])
     try:
         if profiling():
             with profiler_range(binding.target, "native"):
-                return binding.adapter.give(operation.run(call, facts, plan), call)
-        return binding.adapter.give(operation.run(call, facts, plan), call)
+                return adapter.give(operation.run(call, facts, plan), call)
+        return adapter.give(operation.run(call, facts, plan), call)
     except Exception as error:
         route = Route(binding.target, binding.callable, "error", None, type(error).__name__, str(error))
         amend(binding.native[facts.backend], route)

@@ -1,4 +1,7 @@
-"""Dense, dilated causal convolution, forward and backward, against torch's forms: `python -m benchmarks.dense`."""
+"""Dense, dilated causal convolution, forward and backward, against torch's forms: `python -m benchmarks.dense`.
+
+`--shapes "8,256,256,3,1,8192;..."` measures others than the table's: B, Cin, Cout, K, dilation, T.
+"""
 
 from __future__ import annotations
 
@@ -114,14 +117,16 @@ def show(rows: list[dict]) -> None:
 def main(
     out: Annotated[Path, typer.Option(help="the JSON file")] = Path("benchmarks/results/dense.json"),
     kinds: Annotated[str, typer.Option(help="comma-separated, of bf16, fp16, fp32, tf32")] = "bf16,fp32,tf32",
+    shapes: Annotated[str, typer.Option(help="others, separated by ;")] = "",
     compiled: Annotated[bool, typer.Option(help="torch.compile of both forms too")] = True,
     dry_run: Annotated[bool, typer.Option(help="tiny cases on the CPU, gates only")] = False,
 ) -> None:
     device = torch.device("cpu" if dry_run else "cuda")
     names = [OURS, *(name for name in TORCH_FORMS if not name.startswith("compiled") or compiled and not dry_run)]
     rows: list[dict] = []
+    others = [tuple(map(int, shape.split(","))) for shape in shapes.split(";") if shape]
     for kind in kinds.split(","):
-        for shape in DRY if dry_run else SHAPES:
+        for shape in others or (DRY if dry_run else SHAPES):
             case = Dense(*shape, kind)
             with tf32(kind == "tf32"):
                 step = Entry(case.name, [])

@@ -196,6 +196,7 @@ def model_rows(
     spent: dict[str, dict[str, list[float]]] = {op: {e.name: [] for e in alive} for op in ("prefill", "decode step")}
     for turn in harness.alternate(alive, rounds):
         with turn.scope():
+            generate(model, prompt, 1)  # not timed: switching leaves the host's caches cold
             run = generate(model, prompt, tokens)
         spent["prefill"][turn.name].append(run.prefill)
         spent["decode step"][turn.name].append(run.step)

@@ -22,6 +22,9 @@ summary=$OUT/summary.txt
 sanitize="env PYTORCH_NO_CUDA_MEMORY_CACHING=1 xargs -P 8 -I{} compute-sanitizer --error-exitcode 9 --report-api-errors no"
 parts="python3 tests/sanitize.py --part {}/8 < <(seq 0 7)"
 
+more="8,256,256,3,1,8192;16,32,32,7,3,24000;8,128,128,2,512,16000;8,256,256,3,4,8191;8,250,250,3,8,8192;8,512,512,1,1,8192"
+more+=";1,512,512,3,9,256"
+
 step() { # NAME -> its default limit in seconds and its command
   case $1 in
     demo) limit=120 command="python3 -m accel demo" ;;
@@ -45,6 +48,8 @@ step() { # NAME -> its default limit in seconds and its command
     conv-small) limit=120 command="python3 -m benchmarks.conv --shapes 1,512,2048 --out $OUT/conv_small.json" ;;
     conv-ours) limit=120 command="python3 -m benchmarks.conv --quick --only 'accel (ops),gluon' --out $OUT/conv-ours.json" ;;
     dense) limit=420 command="python3 -m benchmarks.dense --out $OUT/dense.json" ;;
+    # one token's steps, narrow and wide layers, long reach, rows that are no whole vectors, one tap, a short call
+    dense-more) limit=300 command="python3 -m benchmarks.dense --kinds bf16 --shapes '$more' --out $OUT/dense_more.json" ;;
     dense-quick) limit=150 command="python3 -m benchmarks.dense --kinds bf16 --no-compiled --out $OUT/dense.json" ;;
     e2e-decode) limit=180 command="python3 -m benchmarks.e2e_decode --out $OUT/e2e_decode.json" ;;
     e2e-decode-graph) limit=180 command="python3 -m benchmarks.e2e_decode --mode graph --tokens 128 --out $OUT/e2e_decode_graph.json" ;;

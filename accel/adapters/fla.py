@@ -19,7 +19,8 @@ from accel.reasons import Decline, Reason
 def _read_update(x, cache, residual=None, weight=None, bias=None, activation=None) -> UpdateCall:
     # x is [N, D], [1, N, D] or [N, 1, D]
     form = "ND" if x.dim() == 2 else "1ND" if x.size(0) == 1 else "N1D"
-    return UpdateCall(x, form, cache, weight, bias, residual, activation, None, None, -1)
+    # as UpdateCall(...) does, without binding eleven names in each decode step
+    return tuple.__new__(UpdateCall, (x, form, cache, weight, bias, residual, activation, None, None, -1, None))
 
 
 def _give_update(y: Tensor, call: UpdateCall) -> tuple[Tensor, Any]:
