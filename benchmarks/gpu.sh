@@ -50,7 +50,7 @@ step() { # NAME -> its default limit in seconds and its command
     dense) limit=420 command="python3 -m benchmarks.dense --out $OUT/dense.json" ;;
     # one token's steps, narrow and wide layers, long reach, rows that are no whole vectors, one tap, a short call
     dense-more) limit=300 command="python3 -m benchmarks.dense --kinds bf16 --shapes '$more' --out $OUT/dense_more.json" ;;
-    dense-quick) limit=150 command="python3 -m benchmarks.dense --kinds bf16 --no-compiled --out $OUT/dense.json" ;;
+    dense-quick) limit=150 command="python3 -m benchmarks.dense --kinds bf16 --out $OUT/dense.json" ;;
     e2e-decode) limit=180 command="python3 -m benchmarks.e2e_decode --out $OUT/e2e_decode.json" ;;
     e2e-decode-graph) limit=180 command="python3 -m benchmarks.e2e_decode --mode graph --tokens 128 --out $OUT/e2e_decode_graph.json" ;;
     e2e-decode-compiled) limit=400 command="python3 -m benchmarks.e2e_decode --mode compiled --batches 1 --out $OUT/e2e_decode_compiled.json" ;;
