@@ -20,7 +20,8 @@ from accel import admission, environment
 from accel.call import BackwardCall, ConvCall, DenseCall, InnerCall, StatesCall, UpdateCall
 from accel.ops import conv, dense, gradients, states, update
 from accel.reasons import Decline, Reason
-from accel.routes import Route, amend, note, profiler_range, profiling, record
+from accel.repeat import Steps
+from accel.routes import Route, failed, note, profiler_range, profiling, record
 
 
 class Operation(NamedTuple):
@@ -51,17 +52,20 @@ class Adapter(NamedTuple):
     """One upstream callable: `read` has its signature and gives a call, or a Decline where our words do not reach.
 
     Or an InnerCall, which the upstream will come back with. `give` turns (result, call) into what the upstream returns.
+    `again`, of a decode step's callable: takes `Steps.serve` and any arguments, and returns what the upstream does, or
+    None where `read` has to look at them.
     """
 
     call: type
     read: Callable[..., Any]
     give: Callable[[Any, Any], Any] = as_it_is
+    again: Callable[..., Any] | None = None
 
 
 class Binding:
     """One swapped callable. `live` is False once it was restored: then it is the original, in other wrappers too."""
 
-    __slots__ = ("adapter", "callable", "live", "native", "operation", "original", "target")
+    __slots__ = ("adapter", "callable", "live", "native", "operation", "original", "steps", "target")
 
     def __init__(self, adapter: Adapter, target: str, name: str, original: Callable):
         self.adapter = adapter
@@ -71,14 +75,20 @@ class Binding:
         self.original = original
         self.native = {backend: Route(target, name, "native", backend, None, "") for backend in ("cute", "cpu")}
         self.live = True
+        self.steps = Steps()
 
 
 def wrap(adapter: Adapter, target: str, name: str, original: Callable) -> Callable:
     """The replacement of `original`: its signature, name, module and docs; `__accel__` holds the binding."""
     binding = Binding(adapter, target, name, original)
+    again, serve = adapter.again, binding.steps.serve
 
     @functools.wraps(original)
     def wrapper(*args, **kwargs):
+        if again is not None and binding.live and not is_dynamo_compiling():
+            result = again(serve, *args, **kwargs)
+            if result is not None:
+                return result
         return run(binding, args, kwargs)
 
     for name in [name for name in wrapper.__dict__ if name.startswith("_torchdynamo")]:
@@ -115,11 +125,13 @@ def run(binding: Binding, args: tuple, kwargs: dict) -> Any:
         if profiling():
             with profiler_range(binding.target, "native"):
                 return adapter.give(operation.run(call, facts, plan), call)
-        return adapter.give(operation.run(call, facts, plan), call)
+        result = adapter.give(operation.run(call, facts, plan), call)
     except Exception as error:
-        route = Route(binding.target, binding.callable, "error", None, type(error).__name__, str(error))
-        amend(binding.native[facts.backend], route)
+        failed(binding.native[facts.backend], error)
         raise
+    if adapter.again is not None:
+        binding.steps.keep(call, facts, plan, binding.native[facts.backend])
+    return result
 
 
 def _unreadable(error: Exception) -> Decline:

@@ -106,14 +106,14 @@ def note(*fields: str | None) -> None:
     record(Route(*fields))
 
 
-def amend(route: Route, instead: Route) -> None:
-    """The call that was noted as `route` went wrong: note what happened in its place."""
+def failed(route: Route, error: Exception) -> None:
+    """The call that was noted as `route` went wrong: note that in its place."""
     thread = _thread
     thread.counts[route] -= 1
     for recording in thread.recordings:
         if route in recording:
             del recording[len(recording) - 1 - recording[::-1].index(route)]
-    record(instead)
+    record(Route(route.target, route.callable, "error", None, type(error).__name__, str(error)))
 
 
 def _log_once(route: Route) -> None:

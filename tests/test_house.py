@@ -37,7 +37,7 @@ FLOORS = (
     ("kernels.device.conv_*", "kernels.device.dense_*"),
     ("checks", "dense_checks", "dense_torch"),
     ("admission", "routes", "cpu", "ops", "ops.*"),
-    ("dispatch", "nn"),
+    ("dispatch", "repeat", "nn"),
     (
         "adapters",
         "adapters.*",

@@ -113,6 +113,23 @@ def _read_update_140(x, conv_state, weight, bias=None, activation=None, cache_se
     return _read_update_150(x, conv_state, weight, bias, activation, cache_seqlens)
 
 
+def _again_update_150(
+    step, x=None, conv_state=None, weight=None, bias=None, activation=None, cache_seqlens=None,
+    conv_state_indices=None, *more, **others
+) -> Tensor | None:  # fmt: skip
+    if cache_seqlens is not None or conv_state_indices is not None or more or others:
+        return None
+    return step(x, conv_state, weight, bias, activation)
+
+
+def _again_update_140(
+    step, x=None, conv_state=None, weight=None, bias=None, activation=None, cache_seqlens=None, *more, **others
+) -> Tensor | None:
+    if cache_seqlens is not None or more or others:
+        return None
+    return step(x, conv_state, weight, bias, activation)
+
+
 def _read_update_function(
     x, conv_state, weight, bias, silu_activation, cache_seqlens, conv_state_indices
 ) -> UpdateCall | Decline:
@@ -136,8 +153,8 @@ def _read_states(x, cu_seqlens, state_len) -> StatesCall:
 
 ADAPTERS = {
     "causal_conv1d.causal_conv1d_fn": Adapter(ConvCall, _read_fn),
-    "causal_conv1d.causal_conv1d_update@1.4.0": Adapter(UpdateCall, _read_update_140),
-    "causal_conv1d.causal_conv1d_update@1.5.0": Adapter(UpdateCall, _read_update_150),
+    "causal_conv1d.causal_conv1d_update@1.4.0": Adapter(UpdateCall, _read_update_140, again=_again_update_140),
+    "causal_conv1d.causal_conv1d_update@1.5.0": Adapter(UpdateCall, _read_update_150, again=_again_update_150),
     "causal_conv1d.causal_conv1d_varlen_states": Adapter(StatesCall, _read_states),
     "causal_conv1d.causal_conv1d_fwd_function": Adapter(ConvCall, _read_fwd_function, _give_fwd_function),
     "causal_conv1d.causal_conv1d_bwd_function": Adapter(BackwardCall, _read_bwd_function),

@@ -19,8 +19,16 @@ from accel.reasons import Decline, Reason
 def _read_update(x, cache, residual=None, weight=None, bias=None, activation=None) -> UpdateCall:
     # x is [N, D], [1, N, D] or [N, 1, D]
     form = "ND" if x.dim() == 2 else "1ND" if x.size(0) == 1 else "N1D"
-    # as UpdateCall(...) does, without binding eleven names in each decode step
-    return tuple.__new__(UpdateCall, (x, form, cache, weight, bias, residual, activation, None, None, -1, None))
+    return UpdateCall(x, form, cache, weight, bias, residual, activation, None, None, -1)
+
+
+def _again_update(
+    step, x=None, cache=None, residual=None, weight=None, bias=None, activation=None, *more, **others
+) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+    if residual is not None or more or others:
+        return None
+    y = step(x, cache, weight, bias, activation)
+    return None if y is None else (y, cache)
 
 
 def _give_update(y: Tensor, call: UpdateCall) -> tuple[Tensor, Any]:
@@ -268,7 +276,7 @@ def _give_states(states: Tensor, call: StatesCall) -> Tensor:
 
 
 ADAPTERS = {
-    "fla.causal_conv1d_update": Adapter(UpdateCall, _read_update, _give_update),
+    "fla.causal_conv1d_update": Adapter(UpdateCall, _read_update, _give_update, _again_update),
     "fla.causal_conv1d@0.3.2": Adapter(ConvCall, _read_conv_032, _give_conv),
     "fla.causal_conv1d@0.4.1": Adapter(ConvCall, _read_conv_041, _give_conv),
     "fla.causal_conv1d@0.4.2": Adapter(ConvCall, _read_conv_042, _give_conv),

@@ -6,6 +6,8 @@ earlier only Qwen3-Next and its kin define one, a torch update. Shapes are our o
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from accel.call import ConvCall, UpdateCall, form_of
 from accel.dispatch import Adapter
 from accel.reasons import Decline, Reason
@@ -37,8 +39,20 @@ def _read_torch_update(hidden_states, conv_state, weight, bias=None, activation=
     return _read_update(hidden_states, conv_state, weight, bias, "silu")
 
 
+def _again_update(
+    step, hidden_states=None, conv_state=None, weight=None, bias=None, activation=None, *more, **others
+) -> Tensor | None:
+    return None if more or others else step(hidden_states, conv_state, weight, bias, activation)
+
+
+def _again_torch_update(
+    step, hidden_states=None, conv_state=None, weight=None, bias=None, activation=None, *more, **others
+) -> Tensor | None:
+    return None if more or others else step(hidden_states, conv_state, weight, bias, "silu")
+
+
 ADAPTERS = {
     "transformers.causal_conv1d_fn": Adapter(ConvCall, _read_fn),
-    "transformers.causal_conv1d_update": Adapter(UpdateCall, _read_update),
-    "transformers.torch_causal_conv1d_update": Adapter(UpdateCall, _read_torch_update),
+    "transformers.causal_conv1d_update": Adapter(UpdateCall, _read_update, again=_again_update),
+    "transformers.torch_causal_conv1d_update": Adapter(UpdateCall, _read_torch_update, again=_again_torch_update),
 }

@@ -29,26 +29,39 @@ def find(plans: dict, kind: Hashable, tensors: tuple[Tensor, ...]) -> Any:
         known = plans.get(kind)
     except TypeError:  # an odd activation or flag: admission says what is wrong
         return None
-    if known is None or forward_ad._current_level >= 0 or function_modes() and observed(tensors[0]):
-        return None
-    for guards, plan in known:
-        try:
-            if guards.check(*tensors):
-                bits = 0
-                for tensor in tensors:
-                    bits |= tensor.data_ptr()
-                # as they were when it was kept: the widest accesses are allowed
-                return None if bits & 15 else plan
-        except TypeError:  # not a tensor: admission says which
-            return None
+    for guards, plan in known or ():
+        if fits(guards, tensors):
+            return plan
     return None
+
+
+def fits(guards: Any, tensors: tuple[Tensor, ...]) -> bool:
+    """Whether a call of these tensors, x first, is one of those that the guards were made for, and nobody observes."""
+    if forward_ad._current_level >= 0 or function_modes() and observed(tensors[0]):
+        return False
+    try:
+        if not guards.check(*tensors):
+            return False
+    except TypeError:  # not a tensor: admission says which
+        return False
+    bits = 0
+    for tensor in tensors:
+        bits |= tensor.data_ptr()
+    return not bits & 15  # as they were when it was kept: the widest accesses are allowed
+
+
+def guards_of(tensors: tuple[Tensor, ...]) -> Any:
+    """Guards for the next call of the same metadata; None where none can be made or these tensors are not aligned."""
+    if TensorGuards is None or any(tensor.data_ptr() & 15 for tensor in tensors):
+        return None
+    return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
 
 def keep(plans: dict, kind: Hashable, tensors: tuple[Tensor, ...], plan: Any) -> None:
     """Keep the plan of an admitted call for the next one of the same kind and metadata."""
-    if TensorGuards is None or any(tensor.data_ptr() & 15 for tensor in tensors):
+    guards = guards_of(tensors)
+    if guards is None:
         return
-    guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
     # the newest first, and only so many: a server with more shapes than that asks admission now and then
     plans[kind] = [(guards, plan), *plans.get(kind, ())][:MAX_PLANS]
 
