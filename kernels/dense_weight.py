@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from accel.kernels import dense_weight_wgmma, dense_wgmma, jit
-from accel.kernels.dense_mma import VECTOR, reads_vectors, tile_of
+from accel.kernels.dense_mma import reads_vectors, tile_of
 
 CHUNK = 32  # tokens that are multiplied at once
 SHARE = 512  # tokens of a block at least, so that writing its sums costs little beside making them
@@ -36,8 +36,7 @@ def launch(x: torch.Tensor, dy: torch.Tensor, dweight: torch.Tensor, dilation: i
     tiles = -(-outputs // tile_of(outputs)) * -(-inputs // tile_of(inputs)) * taps
     parts = split(x.shape[0] * x.shape[2], tiles, facts.sm_count)
     partial = torch.empty((parts, taps, outputs, inputs), dtype=torch.float32, device=x.device)
-    whole = dense_wgmma.grain_of(taps, dilation) == VECTOR  # a box begins at a whole vector
-    if whole and all(dense_wgmma.serves(source, facts.arch) for source in (x, dy)):
+    if all(dense_wgmma.serves(source, facts.arch) for source in (x, dy)):
         dense_weight_wgmma.run(x, dy, partial, dilation, facts.arch)
     else:
         spec = DenseWeightSpec(

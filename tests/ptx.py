@@ -148,7 +148,7 @@ class Warp:
         return not self.alive.any()
 
     def run(self) -> bool:
-        """Until the next barrier, a wait that is not over, or the end; whether anything was done."""
+        """Until the next barrier, an arrival, a wait that is not over, or the end; whether anything was done."""
         code, moved = self.block.program.code, False
         while self.alive.any():
             place = int(self.at[self.alive].min())
@@ -168,6 +168,8 @@ class Warp:
             moved = True
             if self.mask.any():
                 self.execute(op, operands)
+                if op.startswith("mbarrier.arrive.shared"):  # who waited for it may go on before this warp does
+                    return True
         return True
 
     def value(self, operand: str, kind: str) -> np.ndarray:
@@ -401,14 +403,15 @@ class Warp:
                 self.pending.append((int(to[lane]), data))
 
     def copy_box(self, operands: list[str]) -> None:
-        """A box of a tensor to swizzled shared memory; what lies outside the tensor is 0."""
+        """A box of a tensor to shared memory, swizzled or in rows of one vector; what lies outside the tensor is 0."""
         (lane,) = np.flatnonzero(self.mask)
         source, _, coordinates = operands[1].strip("[]").partition(", ")
         to, signal = (int(self.address(operand)[lane]) for operand in (operands[0], operands[2]))
         parameter = list(self.block.parameters.values())[int(self.value(source, "u64")[lane]) - PARAMETERS]
         start = [int(self.value(name.strip(), "s32")[lane]) for name in coordinates.strip("{}").split(",")]
         width, rows = parameter.box[0], int(np.prod(parameter.box[1:]))
-        assert to % 1024 == 0 and width * 2 == 128
+        pieces = width // 8
+        assert (pieces, to % 1024) == (8, 0) or (pieces, to % 128) == (1, 0), "another box"
         assert start[0] % 8 == 0, "a box begins at a multiple of 16 bytes, or the instruction is illegal"
         for row in range(rows):
             second = row % parameter.box[1]
@@ -420,8 +423,9 @@ class Warp:
                 if first < last:
                     begin = parameter.address + outer + 2 * (at[0] + first)
                     line[first:last] = self.block.memory.read(begin, 2 * (last - first)).view(np.uint16)
-            for piece in range(8):
-                place = swizzled(to + 128 * row + 16 * piece)
+            for piece in range(pieces):
+                place = to + 16 * (pieces * row + piece)
+                place = swizzled(place) if pieces == 8 else place
                 self.memory_of(".shared", place, 16)[:] = line[8 * piece : 8 * piece + 8].view(np.uint8)
         barrier = self.block.barriers[signal]
         barrier.bytes -= 2 * width * rows
@@ -437,22 +441,28 @@ class Warp:
                 for product in self.product_groups.pop(0):
                     self.multiply(*product)
         elif details[0] == "mma_async":
-            assert operands[3:7] == ["p", "1", "1", "0"] and self.value("p", "pred").all()
-            places = [int(self.value(operand, "u64")[0]) for operand in operands[1:3]]
-            names = [name.strip() for name in operands[0].strip("{}").split(",")]
+            target, a, b, *options, turned = operands
+            assert options == ["p", "1", "1", "0"][: 3 if a.startswith("{") else 4] and self.value("p", "pred").all()
+            names = [name.strip() for name in target.strip("{}").split(",")]
             for name in names:  # until it was waited for, nobody may look at it
                 self.registers.setdefault(name, GARBAGE)
-            self.products.append((names, *places, operands[7] == "1", details[-1]))
+            # registers are read when the product is made, so that one may not be written before
+            source = a if a.startswith("{") else int(self.value(a, "u64")[0])
+            self.products.append((names, source, int(self.value(b, "u64")[0]), turned == "1", details[-1]))
 
-    def multiply(self, names: list[str], a: int, b: int, turned: bool, kind: str) -> None:
+    def multiply(self, names: list[str], a: int | str, b: int, turned: bool, kind: str) -> None:
         """Rows 16 w .. + 16 of a product, w the warp in its group. A [64, 16] and B [N, 16] lie by rows, in eights;
-        or, `turned`, B lies by columns, in pieces of 64.
+        or, `turned`, B lies by columns, in pieces of 64. A may be in registers, a warp's rows in its own.
         """
         columns = len(names) * 2
-        (base_a, _, group_a), (base_b, next_b, group_b) = descriptor(a), descriptor(b)
-        rows = 16 * (self.number % 4) + np.arange(16)[:, None]
+        base_b, next_b, group_b = descriptor(b)
         k = np.arange(16)[None, :]
-        mA = self.halves(base_a + rows // 8 * group_a + rows % 8 * 128 + 2 * k, kind)
+        if isinstance(a, str):
+            mA = self.rows_of([name.strip() for name in a.strip("{}").split(",")], kind)
+        else:
+            base_a, _, group_a = descriptor(a)
+            rows = 16 * (self.number % 4) + np.arange(16)[:, None]
+            mA = self.halves(base_a + rows // 8 * group_a + rows % 8 * 128 + 2 * k, kind)
         n = np.arange(columns)[None, :]
         by_columns = base_b + n // 64 * next_b + n % 64 * 2 + k.T % 8 * 128 + k.T // 8 * group_b
         by_rows = base_b + n // 8 * group_b + n % 8 * 128 + 2 * k.T
@@ -462,6 +472,14 @@ class Warp:
             row, column = GROUP + 8 * (number // 2 % 2), 8 * (number // 4) + 2 * QUAD + number % 2
             value = self.registers[name].astype(np.uint32).view(np.float32) + product[row, column]
             self.registers[name] = value.view(np.uint32)
+
+    def rows_of(self, names: list[str], kind: str) -> np.ndarray:
+        """A [16, 16] of a product that a warp holds in four registers."""
+        mA = np.zeros((16, 16), np.float32)
+        for number, name in enumerate(names):
+            for side, value in enumerate(pair(self.value(name, "u32"), kind)):
+                mA[GROUP + 8 * (number % 2), 2 * QUAD + side + 8 * (number // 2)] = value
+        return mA
 
     def halves(self, where: np.ndarray, kind: str) -> np.ndarray:
         """16-bit elements of swizzled shared memory in fp32."""
@@ -483,10 +501,7 @@ class Warp:
         assert self.mask.all() and "m16n8k16" in details
         d, a, b, c = ([name.strip() for name in operand.strip("{}").split(",")] for operand in operands)
         half = details[-2]
-        mA, mB, mC = np.zeros((16, 16), np.float32), np.zeros((16, 8), np.float32), np.zeros((16, 8), np.float32)
-        for number, name in enumerate(a):
-            for side, value in enumerate(pair(self.value(name, "u32"), half)):
-                mA[GROUP + 8 * (number % 2), 2 * QUAD + side + 8 * (number // 2)] = value
+        mA, mB, mC = self.rows_of(a, half), np.zeros((16, 8), np.float32), np.zeros((16, 8), np.float32)
         for number, name in enumerate(b):
             for side, value in enumerate(pair(self.value(name, "u32"), half)):
                 mB[2 * QUAD + side + 8 * number, GROUP] = value

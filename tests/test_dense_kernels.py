@@ -10,6 +10,7 @@ from test_dense import close, gpu_facts, gradients, reference, serve_like
 
 from accel import environment, ops
 from accel.kernels import dense_weight, jit
+from accel.kernels.dense_weight_wgmma import CHUNK
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 cute = importlib.import_module("cutlass.cute")
@@ -26,9 +27,9 @@ def blocks_of_product(spec, packed, source, bias, out, *_):
     return ceil(out.shape[1], spec.tile_m) * ceil(out.shape[2], tokens) * out.shape[0]
 
 
-def blocks_of_weight(spec, dy, x, partial, *_):
-    parts, taps, outputs, inputs = partial.shape
-    return ceil(outputs, spec.tile_m) * ceil(inputs, spec.tile_n) * taps * parts
+def blocks_of_weight(spec, a, b, partial, *_):
+    parts, taps, rows, columns = partial.shape
+    return ceil(rows, spec.tile_m) * ceil(columns, spec.tile_n) * taps * parts
 
 
 # Blocks of a launch, as the kernels' hosts count them
@@ -38,11 +39,19 @@ GRIDS = {
     "DenseWeightSpec": blocks_of_weight,
     "DenseWeightWgmmaSpec": blocks_of_weight,
 }
-# Rows of 64 elements in a box of either operand, and its axes from the innermost on
-BOXES = {
-    "DenseWgmmaSpec": lambda spec: ((spec.tile_m, (1, 0, 2)), (64, (0, 1, 2))),
-    "DenseWeightWgmmaSpec": lambda spec: ((spec.tile_m, (1, 0, 2)), (spec.tile_n, (1, 0, 2))),
-}
+
+
+def boxes_of_product(spec):
+    return (0, (64, spec.tile_m), (1, 0, 2)), (1, (64, 64), (0, 1, 2))
+
+
+def boxes_of_weight(spec):
+    both = (0, (64, spec.tile_m), (1, 0, 2)), (1, (64, spec.tile_n), (1, 0, 2))
+    return both if spec.grain == 8 else (*both, (0, (8, spec.tile_m), (1, 0, 2)))
+
+
+# The boxes of a launch: which argument, elements and rows, the argument's axes from the innermost on
+BOXES = {"DenseWgmmaSpec": boxes_of_product, "DenseWeightWgmmaSpec": boxes_of_weight}
 
 
 @pytest.fixture
@@ -70,17 +79,18 @@ def interpreted(tmp_path, monkeypatch):
         given = [argument for argument in arguments if argument is not None]
         sizes = code.sizes
         if boxes := BOXES.get(type(spec).__name__):
-            # the plan of the product, and for each of its operands a tensor map and extents
+            # the plan of the product, and for each box a tensor map and extents
             parameters.append(bytes(1))
-            for argument, (rows, axes) in zip(given, boxes(spec), strict=False):
+            for number, box, axes in boxes(spec):
+                argument = given[number]
                 storage = torch.empty(0, dtype=torch.uint8).set_(argument.untyped_storage())
                 address = memory.place(storage.numpy().tobytes()) + 2 * argument.storage_offset()
                 extents, strides = zip(
                     *((argument.shape[axis], 2 * argument.stride(axis)) for axis in axes), strict=True
                 )
-                parameters.append(TensorMap(address, extents, strides, (64, rows, 1)))
+                parameters.append(TensorMap(address, extents, strides, (*box, 1)))
                 parameters.append(tensor_parameter(0, argument.shape, ())[8:][: 4 * argument.dim()])
-            given, sizes = given[2:], sizes[5:]
+            given, sizes = given[2:], sizes[len(parameters) :]
         for size, argument in zip(sizes, given, strict=True):
             if isinstance(argument, int):
                 parameters.append(argument.to_bytes(4, "little", signed=True))
@@ -88,9 +98,11 @@ def interpreted(tmp_path, monkeypatch):
             storage = torch.empty(0, dtype=torch.uint8).set_(argument.untyped_storage())
             address = memory.place(storage.numpy().tobytes())
             placed.append((storage, address))
-            strides = (size - ceil(8 + 4 * argument.dim(), 8) * 8) // 8  # those that are not static
+            strides = list(argument.stride())
+            if (size - ceil(8 + 4 * argument.dim(), 8) * 8) // 8 < len(strides):
+                strides.remove(1)  # it is static
             offset = argument.storage_offset() * argument.element_size()
-            parameters.append(tensor_parameter(address + offset, argument.shape, argument.stride()[:strides]))
+            parameters.append(tensor_parameter(address + offset, argument.shape, strides))
         for block in range(GRIDS[type(spec).__name__](spec, *arguments)):
             Block(code, memory, parameters, code.threads, block, seed=block).run()
         for storage, address in placed:
@@ -137,10 +149,21 @@ def test_forward_and_gradients(arch, dtype, shape, layout, activation, interpret
         dy = torch.randn(plain.shape).to(dtype)
         found = torch.autograd.grad(plain, (x, weight, bias), dy)
     assert [spec.arch for spec in interpreted] == [arch] * 4
-    boxes = arch == "sm_90a"
-    whole = boxes and (taps == 1 or dilation % 8 == 0)
-    assert ["Wgmma" in type(spec).__name__ for spec in interpreted] == [boxes, boxes, boxes, whole]
+    assert ["Wgmma" in type(spec).__name__ for spec in interpreted] == [arch == "sm_90a"] * 4
     want, size = reference(x.detach(), weight.detach(), bias.detach(), dilation, activation=activation)
     close(y, want, size, dtype, slack=1.3)
     for one, wanted in zip(found, gradients((x, weight, bias), dilation, dy), strict=True):
         close(one, *wanted, dtype, slack=1.3)
+
+
+@pytest.mark.parametrize("dilation", [1, 2, 8])
+def test_stages_are_used_again(dilation, interpreted, monkeypatch):
+    """One block makes a tap's gradient from more chunks than it has stages."""
+    monkeypatch.setattr(dense_weight, "SHARE", 1024)
+    x, dy = (torch.randn(2, channels, 264).to(BF16) for channels in (72, 16))
+    weight, bias = torch.zeros(16, 72, 2, dtype=BF16), torch.zeros(16, dtype=BF16)
+    dweight = torch.empty_like(weight)
+    dense_weight.launch(x, dy, dweight, dilation, gpu_facts("sm_90a", sm_count=8))
+    (spec,) = interpreted
+    assert 2 * ceil(264, CHUNK) > jit.body(spec).DenseWeightWgmma(spec).stages + 1
+    close(dweight, *gradients((x, weight, bias), dilation, dy)[1], BF16, slack=1.3)
