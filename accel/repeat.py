@@ -48,19 +48,22 @@ class Steps:
         self, x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
     ) -> Tensor | None:
         """y of a step like a kept one, recorded; None, and nothing done, where it is like none."""
-        for guards, known, no_bias, grad, facts, route, launch in self._kept:
+        for step in self._kept:
+            known = step.activation
             if known is not activation and (type(activation) is not str or known != activation):
                 continue
+            no_bias = step.no_bias
             if (
                 no_bias is (bias is None)
-                and plans.fits(guards, (x, state, weight) if no_bias else (x, state, weight, bias))
-                and grad is is_grad_enabled()
-                and facts is environment.facts(x.device)
+                and plans.fits(step.guards, (x, state, weight) if no_bias else (x, state, weight, bias))
+                and step.grad is is_grad_enabled()
+                and step.facts is environment.facts(x.device)
                 and not profiling()
             ):
                 break
         else:
             return None
+        _, _, _, _, facts, route, launch = step
         record(route)
         status = facts.status
         try:
