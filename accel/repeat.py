@@ -42,13 +42,13 @@ class Steps:
     """The kept steps of one swapped callable, the newest first."""
 
     def __init__(self) -> None:
-        self._kept: tuple[Step, ...] = ()
+        self.kept: tuple[Step, ...] = ()
 
     def serve(
         self, x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
     ) -> Tensor | None:
         """y of a step like a kept one, recorded; None, and nothing done, where it is like none."""
-        for step in self._kept:
+        for step in self.kept:
             known = step.activation
             if known is not activation and (type(activation) is not str or known != activation):
                 continue
@@ -88,7 +88,7 @@ class Steps:
             return
         launch = on_cpu(form, activation, facts) if plan is None else plans.bare(plan)
         step = Step(guards, activation, bias is None, is_grad_enabled(), facts, route, launch)
-        self._kept = (step, *self._kept)[:MAX_STEPS]
+        self.kept = (step, *self.kept)[:MAX_STEPS]
 
 
 def on_cpu(form: str, activation: str | None, facts: DeviceFacts) -> Callable:

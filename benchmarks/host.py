@@ -70,39 +70,37 @@ def decode_rows(case: Decode, chosen: list[Provider], device: torch.device, rows
         rows += [row | {"op": "decode"} for row in decode.host_rows(case, passed, device)]
 
 
+NEW = "a call of a new kind"  # not a part of one that repeats
+
+
 def steps_of(b: UpdateBuffers) -> dict[str, Call]:
-    """The steps of one decode call through the patched FLA callable, each on what the one before it gave."""
-    dispatch, environment, routes = (
-        importlib.import_module(f"accel.{name}") for name in ("dispatch", "environment", "routes")
+    """The steps of a decode call that repeats, through the patched FLA callable."""
+    dispatch, environment, plans, routes = (
+        importlib.import_module(f"accel.{name}") for name in ("dispatch", "environment", "ops.plans", "routes")
     )
     function = fla_switch.fla("causal_conv1d_update")
     binding = function.__accel__
     kwargs = {"x": b.x.unsqueeze(1), "cache": b.state, "weight": b.weight, "bias": b.bias, "activation": "silu"}
-    read, give, operation = binding.adapter.read, binding.adapter.give, binding.operation
-    call = read(**kwargs)
-    facts = environment.facts(call.x.device)
-    plan = operation.prepare(call, facts)
-    require(not isinstance(plan, importlib.import_module("accel.reasons").Decline), f"declined: {plan}")
-    x, _, state, weight, bias, residual, _, _, indices, pad_slot_id, _ = call
+    dispatch.run(binding, (), kwargs)
+    step = binding.steps.kept[0]
+    x, state, weight, bias = kwargs["x"], b.state, b.weight, b.bias
+    tensors = tuple(tensor for tensor in (x, state, weight, bias) if tensor is not None)
+    require(plans.fits(step.guards, tensors), "the call was not kept")
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    status, route = facts.status, binding.native[facts.backend]
-    steps: dict[str, Call] = {
+    status, address = step.facts.status, step.facts.status.address
+    return {
         "whole call": lambda: function(**kwargs),
-        "dispatch.run": lambda: dispatch.run(binding, (), kwargs),
-        "adapter: read": lambda: read(**kwargs),
+        NEW: lambda: dispatch.run(binding, (), kwargs),
+        "adapter: again": lambda: binding.adapter.again(lambda *_: None, **kwargs),
+        "recognise the step": lambda: plans.fits(step.guards, tensors),
         "facts of the device": lambda: environment.facts(x.device),
-        "admission: plan": lambda: operation.prepare(call, facts),
-        "record the route": lambda: routes.record(route),
         "profiler on?": lambda: routes.profiling(),
+        "record the route": lambda: routes.record(step.route),
         "device error pending?": lambda: status.raise_pending(),
         "allocate y": lambda: torch.empty_like(x, memory_format=torch.contiguous_format),
-        "adapter: give": lambda: give(y, call),
+        "launch": lambda: step.launch(x, state, weight, bias, None, y, None, -1, address),
         "nothing (the loop)": lambda: None,
     }
-    if plan is not None:
-        address = status.address
-        steps["launch"] = lambda: plan(x, state, weight, bias, residual, y, indices, pad_slot_id, address)
-    return steps
 
 
 def step_times(steps: dict[str, Call], calls: int, rounds: int) -> dict[str, float]:
@@ -128,10 +126,9 @@ def synchronize() -> None:
 def breakdown(case: Decode, device: torch.device, rows: list[dict], calls: int, rounds: int) -> None:
     """One row a step; what no step accounts for is a row of its own."""
     found = step_times(steps_of(update_buffers(case, device)), calls, rounds)
-    whole = found.pop("whole call")
-    inside = found.pop("dispatch.run")
-    found["wrapper"] = whole - inside
-    found["between the steps"] = inside - sum(us for name, us in found.items() if name != "wrapper")
+    whole, new = found.pop("whole call"), found.pop(NEW)
+    found["between the steps"] = whole - sum(found.values())
+    found[NEW] = new
     print(f"\na decode call, {case.name}: {whole:.2f} us")
     for name, us in sorted(found.items(), key=lambda pair: -pair[1]):
         print(f"  {name:<24}{us:8.2f}")

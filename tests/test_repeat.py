@@ -218,7 +218,7 @@ def test_who_looks_on_sees_the_whole_way(scope, kept):
     own = scope is torch.inference_mode  # its dispatch keys are a kind of their own, which is kept
     assert kept.count == (2 if own else 3)
     kept(**kept.given)
-    assert kept.count == (2 if own else 3) and len(kept.binding.steps._kept) == 1 + own
+    assert kept.count == (2 if own else 3) and len(kept.binding.steps.kept) == 1 + own
 
 
 def test_a_default_device_looks_at_nothing(kept):
@@ -296,7 +296,7 @@ def test_kept_steps_are_bounded(monkeypatch):
         for _ in range(2):
             y, _ = reads(normal(rows, D), normal(rows, D, W), weight=normal(D, W))
             assert y.shape == (rows, D)
-    assert reads.count == 12 and len(reads.binding.steps._kept) == 3
+    assert reads.count == 12 and len(reads.binding.steps.kept) == 3
 
 
 def test_threads_keep_steps_at_once():
