@@ -315,3 +315,41 @@ def test_threads_keep_steps_at_once():
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", [False, True])
+def test_steps_on_a_gpu_repeat(bias):
+    """Bit for bit what the operation gives, on the device of the tensors whichever is current, and in a graph."""
+    device = torch.device("cuda", torch.cuda.device_count() - 1)
+    reads = Reads()
+
+    def given():
+        wide = torch.randn(N, 3 * 64, device=device).bfloat16()
+        made = dict(x=wide[:, 64:128], cache=torch.randn(N, 64, W, device=device).bfloat16(), activation="silu")
+        made |= {"weight": torch.randn(64, W, device=device).bfloat16()}
+        return made | ({"bias": torch.randn(64, device=device).bfloat16()} if bias else {})
+
+    def expected(call):
+        return ops.causal_conv1d_update(
+            call["x"], call["cache"], call["weight"], call.get("bias"), activation=call["activation"]
+        )
+
+    for _ in range(3):
+        call = given()
+        kept = call["cache"].clone()
+        y, returned = reads(**call)
+        assert returned is call["cache"] and torch.equal(y, expected(call | {"cache": kept}))
+        assert torch.equal(returned, kept) and y.is_contiguous() and str(last_route()) == "native:cute"
+    assert reads.count == 1 and reads.original.calls == []
+    call, graph = given(), torch.cuda.CUDAGraph()
+    kept = call["cache"].clone()
+    with torch.cuda.device(device):
+        with torch.cuda.graph(graph):
+            y, _ = reads(**call)
+        for _ in range(2):
+            graph.replay()
+            want = expected(call | {"cache": kept})
+            torch.cuda.synchronize(device)
+            assert torch.equal(y, want) and torch.equal(call["cache"], kept)
+    assert reads.count == 1
