@@ -1,6 +1,6 @@
 """The library's exceptions, and the status word through which kernels report bad device data.
 
-Ground floor: imports torch only. A kernel that meets a bad slot or bad `cu_seqlens` writes one 64-bit word into pinned
+Ground floor. A kernel that meets a bad slot or bad `cu_seqlens` writes one 64-bit word into pinned
 host memory; the host looks at it at the next call, so nothing synchronises and the CUDA context survives.
 """
 
@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from contextlib import nullcontext
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
+
+from accel.tracing import dispatch_modes
 
 
 class AccelError(RuntimeError):
@@ -48,7 +51,9 @@ class StatusWord:
 
     def __init__(self, device: torch.device):
         self.device = device
-        with _disable_current_modes():  # the first call on a device may be one that a fake-tensor mode traces
+        # the first call on a device may be one that a fake-tensor mode traces; looking for modes costs imports, though
+        looking = dispatch_modes() or torch._ops._len_torch_dispatch_stack_pre_dispatch()
+        with _disable_current_modes() if looking else nullcontext():
             self._words = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
         self.address = self._words.data_ptr()
         self.view = (ctypes.c_int64 * 2).from_address(self.address)

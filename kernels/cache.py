@@ -30,8 +30,8 @@ import platformdirs
 
 SYMBOL = "kernel"  # of the function in every library
 LOCK_TIMEOUT = 120.0  # seconds; then a process compiles for itself
-_STACK = ("nvidia_cutlass_dsl*.dist-info", "apache_tvm_ffi-*.dist-info")
-_SOURCES = pathlib.Path(__file__).parent
+_STACK = ("nvidia_cutlass_dsl", "apache_tvm_ffi-")  # folders with the versions begin so, and end with .dist-info
+_SOURCES = os.path.dirname(__file__)
 _CHECKSUM = 32  # bytes
 _log = logging.getLogger("accel")
 _warned = False
@@ -152,14 +152,32 @@ def _entries(place: pathlib.Path) -> list[pathlib.Path]:
 
 @functools.cache
 def _stack() -> tuple[str, ...]:
-    names = {found.name for place in sys.path for pattern in _STACK for found in pathlib.Path(place).glob(pattern)}
+    # a first call waits for this: pathlib and importlib.metadata would take three times as long
+    names = {name for place in sys.path for name in _names_in(place) if name.startswith(_STACK)}
+    names = {name for name in names if name.endswith(".dist-info")}
     if not any(name.startswith("nvidia_cutlass_dsl") for name in names):
         raise FileNotFoundError("the version of nvidia-cutlass-dsl cannot be found beside its package")
     sources = hashlib.sha256()
-    for source in sorted(_SOURCES.rglob("*.py")):
-        sources.update(source.relative_to(_SOURCES).as_posix().encode() + b"\0" + source.read_bytes() + b"\0")
+    for name, content in sorted(_sources()):
+        sources.update(name.encode() + b"\0" + content + b"\0")
     options = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith("CUTE_DSL_"))
     return (sources.hexdigest(), *sorted(names), *options, _driver(), platform.machine())
+
+
+def _names_in(place: str) -> list[str]:
+    with contextlib.suppress(OSError):  # an entry of sys.path may be an archive, or nothing
+        return os.listdir(place or os.curdir)
+    return []
+
+
+def _sources() -> Iterator[tuple[str, bytes]]:
+    """The source of every module here, by its place under this folder."""
+    for folder, _, names in os.walk(_SOURCES):
+        for name in names:
+            if name.endswith(".py"):
+                path = os.path.join(folder, name)
+                with open(path, "rb") as file:
+                    yield os.path.relpath(path, _SOURCES), file.read()
 
 
 def _driver() -> str:

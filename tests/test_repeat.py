@@ -209,7 +209,17 @@ class Dispatch(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("scope", [Functions, Dispatch, torch.inference_mode, forward_ad.dual_level, profile])
+class Unguarded(Dispatch):
+    """A mode that torch's guards look past."""
+
+    @classmethod
+    def ignore_compile_internals(cls):
+        return True
+
+
+@pytest.mark.parametrize(
+    "scope", [Functions, Dispatch, Unguarded, torch.inference_mode, forward_ad.dual_level, profile]
+)
 def test_who_looks_on_sees_the_whole_way(scope, kept):
     """And a step that was served so is not kept for those who do not."""
     for _ in range(2):

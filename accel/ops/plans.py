@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from accel.tracing import function_modes, observed
+from accel.tracing import dispatch_modes, function_modes, observed
 
 try:
     from torch._C._dynamo.guards import TensorGuards
@@ -37,7 +37,8 @@ def find(plans: dict, kind: Hashable, tensors: tuple[Tensor, ...]) -> Any:
 
 def fits(guards: Any, tensors: tuple[Tensor, ...]) -> bool:
     """Whether a call of these tensors, x first, is one of those that the guards were made for, and nobody observes."""
-    if forward_ad._current_level >= 0 or function_modes() and observed(tensors[0]):
+    # guards look past those dispatch modes that ask torch.compile to do so, selective checkpointing's among them
+    if forward_ad._current_level >= 0 or dispatch_modes() or function_modes() and observed(tensors[0]):
         return False
     try:
         if not guards.check(*tensors):
