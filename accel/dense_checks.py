@@ -1,7 +1,7 @@
 """Which dense convolutions are native: what no backend could compute, and the written rules that give a call to torch.
 
-Pure, as `accel.admission` is. `dense_errors` is what a caller got wrong; `RULES` is where torch serves a good call,
-because it does it right or because it was measured to be faster. Imports no more than admission does.
+Pure, as `accel.admission` is. `dense_errors` is what a caller got wrong; `RULES` is where torch serves a good call
+because it does it right, `FASTER` where it was measured to be faster. Imports no more than admission does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from accel.call import DenseCall
 from accel.checks import device_checks
 from accel.environment import DeviceFacts
-from accel.kernels.contract import DENSE
+from accel.kernels.contract import DENSE, VECTOR, has_whole_vectors
 from accel.reasons import Decline, Reason
 
 
@@ -52,6 +52,17 @@ RULES = (
     ),
 )
 
+# what torch was measured to do faster, on an H200: benchmarks/NOTES.md has the figures
+FASTER = (
+    Rule(
+        Reason.LAYOUT,
+        "x",
+        f"rows of whole vectors: T, strides and offset multiples of {VECTOR}",
+        lambda call: not has_whole_vectors(call.x),
+        lambda call: f"{list(call.x.shape)} with strides {call.x.stride()}",
+    ),
+)
+
 
 def dense_errors(call: DenseCall) -> Iterator[Decline]:
     """What is wrong with a call, whoever serves it; all tensors are tensors."""
@@ -81,7 +92,7 @@ def dense_rules(call: DenseCall, facts: DeviceFacts) -> Iterator[Decline]:
     failed, plain = device_checks(call.x, ("x", "weight", "bias"), (call.x, call.weight, call.bias), facts)
     yield from failed
     if plain and facts.backend == "cute":
-        for rule in RULES:
+        for rule in (*RULES, *FASTER):
             if rule.applies(call):
                 yield Decline(rule.reason, rule.argument, rule.expected, rule.found(call), NotImplementedError)
 

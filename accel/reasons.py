@@ -31,8 +31,8 @@ class Reason(str, enum.Enum):
     WIDTH = ("width", "a filter width outside the kernels' range", "nothing but another width")
     LAYOUT = (
         "layout",
-        "strides that no kernel reads in place, or memory that overlaps",
-        "`.contiguous()` before the call, or an output in memory of its own",
+        "strides that no kernel reads in place, memory that overlaps, or a dense convolution's rows of odd lengths",
+        "`.contiguous()` before the call, an output in memory of its own, a T that 8 divides",
     )
     ACTIVATION = (
         "activation",

@@ -61,6 +61,8 @@ class DenseContract:
     max_extent: int = 2**30  # sums of two coordinates have 32 bits
 
 
+VECTOR = 8  # elements of 16 bits in a vector, which is what the dense kernels read at once
+
 DENSE = DenseContract("causal_conv1d_dense", (torch.bfloat16, torch.float16), (None, "silu", "swish", "relu", "gelu"))
 
 
@@ -69,3 +71,11 @@ def is_channel_last(x: torch.Tensor) -> bool:
     _, d, t = x.shape
     _, sd, st = x.stride()
     return sd == 1 and d > 1 or not (st == 1 and t > 1)
+
+
+def has_whole_vectors(x: torch.Tensor) -> bool:
+    """Whether every row of [B, C, T] is a whole number of vectors, as far as metadata tell."""
+    b, c, t = x.shape
+    sb, sc, st = x.stride()
+    steps = (x.storage_offset(), t, sc if c > 1 else 0, sb if b > 1 else 0)
+    return st == 1 and not any(step % VECTOR for step in steps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from accel.kernels import dense_mma, dense_weight, dense_wgmma
-from accel.kernels.dense_mma import VECTOR
+from accel.kernels.contract import VECTOR
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:

@@ -7,8 +7,7 @@ from typing import NamedTuple
 import torch
 
 from accel.kernels import jit
-
-VECTOR = 8  # elements of 16 bits in a vector
+from accel.kernels.contract import VECTOR, has_whole_vectors
 
 
 class DenseSpec(NamedTuple):
@@ -25,10 +24,7 @@ class DenseSpec(NamedTuple):
 
 def reads_vectors(source: torch.Tensor) -> bool:
     """Whether every row of [B, C, T] is a whole number of aligned vectors."""
-    b, c, t = source.shape
-    sb, sc, st = source.stride()
-    steps = (source.data_ptr() // source.element_size(), t, sc if c > 1 else 0, sb if b > 1 else 0)
-    return st == 1 and not any(step % VECTOR for step in steps)
+    return has_whole_vectors(source) and source.data_ptr() % (VECTOR * source.element_size()) == 0
 
 
 def tile_of(channels: int) -> int:

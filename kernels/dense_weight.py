@@ -11,7 +11,7 @@ from accel.kernels.dense_mma import reads_vectors, tile_of
 
 CHUNK = 32  # tokens that are multiplied at once
 SHARE = 512  # tokens of a block at least, so that writing its sums costs little beside making them
-WAVES = 2  # of blocks on the GPU
+SHARED = 2  # blocks of an SM
 
 
 class DenseWeightSpec(NamedTuple):
@@ -26,8 +26,11 @@ class DenseWeightSpec(NamedTuple):
 
 
 def split(tokens: int, tiles: int, sm_count: int) -> int:
-    """How many blocks share the tokens of one tile of the gradient: a function of shapes and device alone."""
-    return max(1, min(tokens // SHARE, -(-WAVES * sm_count // tiles)))
+    """How many blocks share the tokens of one tile of the gradient: a function of shapes and device alone.
+
+    All run at once: a few too many would wait for the rest and take as long as these.
+    """
+    return max(1, min(tokens // SHARE, SHARED * sm_count // tiles))
 
 
 def launch(x: torch.Tensor, dy: torch.Tensor, dweight: torch.Tensor, dilation: int, facts) -> None:

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 
 from accel.kernels import jit
-from accel.kernels.dense_mma import VECTOR, tile_of
+from accel.kernels.contract import VECTOR
+from accel.kernels.dense_mma import tile_of
 from accel.kernels.dense_wgmma import grain_of
 
 CHUNK = 64  # tokens that are multiplied at once

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 
 from accel.kernels import jit
-from accel.kernels.dense_mma import VECTOR, reads_vectors, tile_of
+from accel.kernels.contract import VECTOR
+from accel.kernels.dense_mma import reads_vectors, tile_of
 
 DEPTH = 64  # channels that are multiplied at once
 SHORT = 8  # steps of a sum that are too few to hide what comes before and after them: then two blocks share an SM

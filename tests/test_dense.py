@@ -12,9 +12,12 @@ from torch import nn
 from torch.library import opcheck
 
 import accel
-from accel import environment, ops
-from accel.dense_checks import RULES
+from accel import dense_checks, environment, ops
+from accel.call import DenseCall
+from accel.dense_checks import FASTER, RULES
+from accel.kernels.dense_weight import split
 from accel.nn import CausalConv1d
+from accel.reasons import Reason
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 ULP = {BF16: 2.0**-8, FP16: 2.0**-11, FP32: 2.0**-24, FP64: 2.0**-53}  # half an ulp of 1
@@ -43,6 +46,12 @@ LARGE = [
     (5, 8, 8, 3, 512, 2048),
     (1, 24, 16, 9, 1, 8),
 ]
+
+
+@pytest.fixture(autouse=True)
+def every_row(monkeypatch):
+    """The kernels are right for any rows, also for those that a rule gives to torch."""
+    monkeypatch.setattr(dense_checks, "FASTER", ())
 
 
 def reference(x, weight, bias=None, dilation=1, groups=1, activation=None):
@@ -210,6 +219,49 @@ def test_a_rule_gives_a_call_to_torch(rule):
     assert str(accel.last_route("conv1d")) == f"fallback:{rule.reason}"
     want, _ = reference(**calls[name], groups=groups)
     torch.testing.assert_close(y.double(), want, atol=0.05, rtol=0.05)
+
+
+def narrow(*shape):
+    return torch.randn(shape).bfloat16()
+
+
+ROWS = {
+    "whole": (narrow(2, 3, 16), True),
+    "sliced at a vector": (narrow(2, 3, 32)[:, :, 8:24], True),
+    "one channel of odd rows": (narrow(1, 5, 17)[:, :1, :16], True),
+    "odd T": (narrow(2, 3, 15), False),
+    "odd rows": (narrow(2, 3, 17)[:, :, :16], False),
+    "odd offset": (narrow(2, 3, 32)[:, :, 3:19], False),
+    "channel-last": (narrow(2, 16, 3).transpose(1, 2), False),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_that_are_no_whole_vectors_are_torchs(name):
+    x, whole = ROWS[name]
+    call = DenseCall(x, narrow(2, x.shape[1], 3), None, 2, 1, None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dense_checks, "FASTER", FASTER)
+        patch.setitem(environment._facts, torch.device("cpu"), gpu_facts())
+        declines = list(dense_checks.dense_checks(call, environment.facts(x.device)))
+        y = None if whole else ops.causal_conv1d_dense(*call[:3], dilation=2)
+    assert [decline.reason for decline in declines] == ([] if whole else [Reason.LAYOUT])
+    if not whole:
+        want, _ = reference(*call[:3], 2)
+        torch.testing.assert_close(y.double(), want, atol=0.05, rtol=0.05)
+        assert str(accel.last_route("conv1d")) == "fallback:layout"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens, route", [(256, "native:cute"), (255, "fallback:layout")])
+def test_a_gpu_asks_the_rule_of_rows(tokens, route, monkeypatch):
+    monkeypatch.setattr(dense_checks, "FASTER", FASTER)
+    x, weight, bias = made("cuda", BF16, (2, 64, 64, 3, 4, tokens), leaf=True)
+    y = ops.causal_conv1d_dense(x, weight, bias, dilation=4)
+    assert str(accel.last_route("conv1d")) == route
+    close(y, *reference(x.detach(), weight.detach(), bias.detach(), 4), BF16, slack=2)
+    y.float().sum().backward()
+    assert x.grad.shape == x.shape and weight.grad.isfinite().all()
 
 
 def gpu_facts(arch="sm_90a", sm_count=132):
@@ -583,3 +635,13 @@ def test_other_calls_of_a_served_module_go_to_the_original(restored):
     with pytest.raises(TypeError, match="positional"):
         module(torch.randn(1, 4, 5), 3)
     assert str(accel.last_route()) == "fallback:unsupported-argument"
+
+
+@pytest.mark.parametrize("sm_count", [8, 108, 132])
+@pytest.mark.parametrize("tokens", [1, 511, 8192, 1 << 22])
+def test_the_blocks_of_a_weight_gradient_run_at_once(tokens, sm_count):
+    """Or there is one for each tile, where there are more tiles than that."""
+    for tiles in range(1, 600):
+        parts = split(tokens, tiles, sm_count)
+        assert parts == 1 or parts * tiles <= 2 * sm_count and parts * 512 <= tokens
+        assert parts == 1 or (parts + 1) * tiles > 2 * sm_count or (parts + 1) * 512 > tokens

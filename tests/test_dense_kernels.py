@@ -8,7 +8,7 @@ import torch
 from ptx import Block, Memory, Program, TensorMap, tensor_parameter
 from test_dense import close, gpu_facts, gradients, reference, serve_like
 
-from accel import environment, ops
+from accel import dense_checks, environment, ops
 from accel.kernels import dense_weight, jit
 from accel.kernels.dense_weight_wgmma import CHUNK
 
@@ -109,6 +109,7 @@ def interpreted(tmp_path, monkeypatch):
             storage.copy_(torch.from_numpy(memory.read(address, storage.numel())))
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dense_checks, "FASTER", ())
         patch.setattr(dense_weight, "SHARE", 64)  # so that few tokens are shared by several blocks
         patch.setattr(jit, "get", lambda spec: functools.partial(launch, spec))
         yield launched

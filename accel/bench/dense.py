@@ -13,6 +13,7 @@ from torch import Tensor
 from accel import last_route, ops
 from accel.bench.cases import require, require_bits, require_close
 from accel.bench.gates import poison
+from accel.kernels.contract import has_whole_vectors
 
 KINDS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
 OURS = "accel (ops)"
@@ -132,5 +133,6 @@ def gate(name: str, b: Buffers, want: dict[str, Tensor]) -> None:
         if route.startswith("native"):
             require_bits(f"{key} of a second run", tensor, gradient)
     if name == OURS and b.x.is_cuda:
-        expected = "native:cute" if b.x.element_size() == 2 else "fallback:dtype"
+        expected = "native:cute" if has_whole_vectors(b.x) else "fallback:layout"
+        expected = expected if b.x.element_size() == 2 else "fallback:dtype"
         require(route == expected, f"the route is {route}")

@@ -39,12 +39,12 @@ def causal_conv1d_dense(
     """Dense, dilated causal convolution: `torch.nn.functional.conv1d` behind a left pad of (K-1) * dilation zeros.
 
     y[b, o, t] = act(bias[o] + sum_c sum_k weight[o, c, k] * x[b, c, t - (K-1-k) * dilation]). The pad is never in
-    memory. bf16 and fp16 run on tensor cores, accumulate in fp32 and round once; a rule of `accel.dense_checks.RULES`
-    gives other calls to torch (fp32, exact or TF32 by torch's own switch; groups), and `accel.last_route("conv1d")`
-    tells which of the two it was.
+    memory. bf16 and fp16 run on tensor cores, accumulate in fp32 and round once; the rules of
+    `accel.dense_checks` give other calls to torch (fp32, exact or TF32 by torch's own switch; groups; rows that are no
+    whole vectors), and `accel.last_route("conv1d")` tells which of the two it was.
 
     Args:
-        x: [B, Cin, T], any strides; vectors where T is contiguous and rows start at multiples of 16 bytes.
+        x: [B, Cin, T], any strides; native on a GPU where T is contiguous and 8 divides T, strides and offset.
         weight: [Cout, Cin / groups, K], x's dtype, any K >= 1.
         bias: [Cout], x's dtype.
         dilation, groups: at least 1.

@@ -12,7 +12,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from accel.kernels.dense_mma import VECTOR, DenseSpec
+from accel.kernels.contract import VECTOR
+from accel.kernels.dense_mma import DenseSpec
 from accel.kernels.device import copy_async, has_dependent_launch
 from accel.kernels.device.compiler import compile_for, fake
 from accel.kernels.device.dense_end import finish

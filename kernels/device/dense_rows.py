@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from accel.kernels.dense_mma import VECTOR
+from accel.kernels.contract import VECTOR
 from accel.kernels.device.tokens import element_offset
 
 THREADS = 256

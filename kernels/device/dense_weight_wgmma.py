@@ -18,7 +18,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
-from accel.kernels.dense_mma import VECTOR
+from accel.kernels.contract import VECTOR
 from accel.kernels.dense_weight_wgmma import CHUNK, PAIR, DenseWeightWgmmaSpec
 from accel.kernels.device.compiler import CUTE_DTYPE, compile_for, fake
 from accel.kernels.device.dense_end import store_partial

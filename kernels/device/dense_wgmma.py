@@ -19,7 +19,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
-from accel.kernels.dense_mma import VECTOR
+from accel.kernels.contract import VECTOR
 from accel.kernels.dense_wgmma import DEPTH, DenseWgmmaSpec
 from accel.kernels.device.compiler import CUTE_DTYPE, compile_for, fake
 from accel.kernels.device.dense_end import finish_rows, move_sums
