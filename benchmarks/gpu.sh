@@ -46,6 +46,7 @@ step() { # NAME -> its default limit in seconds and its command
     conv) limit=420 command="python3 -m benchmarks.conv --out $OUT/conv.json" ;;
     conv-quick) limit=300 command="python3 -m benchmarks.conv --quick --out $OUT/conv.json" ;;
     conv-small) limit=120 command="python3 -m benchmarks.conv --shapes 1,512,2048 --out $OUT/conv_small.json" ;;
+    conv-device) limit=350 command="python3 -m benchmarks.conv --no-host --out $OUT/conv.json" ;;
     conv-ours) limit=120 command="python3 -m benchmarks.conv --quick --only 'accel (ops),gluon' --out $OUT/conv-ours.json" ;;
     dense) limit=420 command="python3 -m benchmarks.dense --out $OUT/dense.json" ;;
     # one token's steps, narrow and wide layers, long reach, rows that are no whole vectors, one tap, a short call
