@@ -42,6 +42,7 @@ and final ones; "copy" and "add" move the same bytes."""
 MODELS = {
     "e2e_decode": "FLA's GatedDeltaNet, eager; `stub` has nothing in the place of its convolutions, the bound for any",
     "e2e_decode_graph": "FLA's GatedDeltaNet, a step as a CUDA graph",
+    "e2e_decode_compiled": "FLA's GatedDeltaNet, a step through torch.compile",
     "e2e_train": "FLA's GatedDeltaNet, training",
     "e2e_mamba": "mamba_ssm's Mamba2 language model",
     "e2e_qwen3_next": "Transformers' Qwen3-Next",
@@ -54,6 +55,12 @@ WHOLE = """\
 
 Random weights; milliseconds a step, and how many times as fast, neighbours in time compared. "torch" is the model where
 causal-conv1d is not installed, "accel alone" what accel makes of that."""
+
+RANKS = """\
+### Several GPUs
+
+FLA's context parallelism, convolution forward and backward, and its GatedDeltaNet under FSDP2 with acceleration
+switched on before the model is built or after it is wrapped; times of the slowest rank."""
 
 DENSE = """\
 ### Dense convolutions
@@ -74,7 +81,7 @@ A new process, with nothing compiled on the disk or everything."""
 def section(folder: Path) -> str:
     """Everything between the markers."""
     found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
-    parts = [part for make in (decode, conv, models, dense, host, cold, versions) for part in make(found)]
+    parts = [part for make in (decode, conv, models, ranks, dense, host, cold, versions) for part in make(found)]
     return "\n\n".join([INTRO, *parts])
 
 
@@ -154,6 +161,28 @@ def faster(part: Mapping[str, Mapping[str, Any]], ours: str, other: str) -> str:
     row = part.get(ours, {})
     ratio = row.get("over", {"FLA": row.get("over_fla")}).get(other)
     return "" if ratio is None else f"{ratio:.2f}"
+
+
+def ranks(found: Mapping[str, Document]) -> list[str]:
+    parts = []
+    for name in ("cp", "cp_zigzag"):
+        if name in found:
+            rows = chosen(found[name])
+            parts += [source(name, found[name]), *tables(rows, dict.fromkeys(row["op"] for row in rows), "ms")]
+    if "fsdp" in found:
+        rows = chosen(found["fsdp"])
+        ops = dict.fromkeys(row["op"] for row in rows)
+        parts += [source("fsdp", found["fsdp"]), *tables(rows, ops, "step_ms"), *tables(rows, ops, "tokens_per_s")]
+        parts.append(losses(rows))
+    return [RANKS, *parts] if parts else []
+
+
+def losses(rows: list[dict[str, Any]]) -> str:
+    """How far the losses of a step are apart, over all steps and runs of one file."""
+    curves = [row["losses"] for row in rows]
+    apart = max(max(step) - min(step) for step in zip(*curves, strict=True))
+    first, last = curves[0][0], curves[0][-1]
+    return f"Losses of {len(curves[0])} steps, from {first:.3f} to {last:.3f}, are {apart:.4f} apart at most."
 
 
 def dense(found: Mapping[str, Document]) -> list[str]:

@@ -33,7 +33,7 @@ METRICS = {
     "graph_us": "device, us (graph replay)",
     "device_us": "device, us (cold L2)",
     "host_us": "eager host, us a call",
-    "ms": "device, ms of the slowest rank",
+    "ms": "ms of the slowest rank, launching included",
     "first_ms": "first call, ms",
     "warm_ms": "warm call, ms",
     "over_warm_ms": "first call over a warm one, ms",
