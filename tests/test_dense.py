@@ -259,7 +259,11 @@ def test_a_gpu_asks_the_rule_of_rows(tokens, route, monkeypatch):
     x, weight, bias = made("cuda", BF16, (2, 64, 64, 3, 4, tokens), leaf=True)
     y = ops.causal_conv1d_dense(x, weight, bias, dilation=4)
     assert str(accel.last_route("conv1d")) == route
-    close(y, *reference(x.detach(), weight.detach(), bias.detach(), 4), BF16, slack=2)
+    want, size = reference(x.detach(), weight.detach(), bias.detach(), 4)
+    if route.startswith("native"):
+        close(y, want, size, BF16, slack=1.3)
+    else:  # torch rounds before the bias and after it
+        torch.testing.assert_close(y.double(), want, atol=0.05, rtol=0.05)
     y.float().sum().backward()
     assert x.grad.shape == x.shape and weight.grad.isfinite().all()
 
