@@ -60,6 +60,7 @@ step() { # NAME -> its default limit in seconds and its command
     e2e-conv) limit=90 command="python3 -m benchmarks.e2e_train --conv-only --out $OUT/e2e_conv.json" ;;
     e2e-mamba) limit=500 command="python3 -m benchmarks.e2e_mamba --warm-up 16 --out $OUT/e2e_mamba.json" ;;
     e2e-qwen3-next) limit=400 command="python3 -m benchmarks.e2e_transformers --families qwen3_next --warm-up 16 --out $OUT/e2e_qwen3_next.json" ;;
+    e2e-qwen3-next-step) limit=400 command="python3 -m benchmarks.e2e_transformers_step --warm-up 16 --out $OUT/e2e_qwen3_next_step.json" ;;
     e2e-nemotron-h) limit=400 command="python3 -m benchmarks.e2e_transformers --families nemotron_h --warm-up 16 --out $OUT/e2e_nemotron_h.json" ;;
     # on two GPUs
     cp) limit=200 command="python3 -m benchmarks.cp --out $OUT/cp.json" ;;

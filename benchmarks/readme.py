@@ -46,6 +46,7 @@ MODELS = {
     "e2e_train": "FLA's GatedDeltaNet, training",
     "e2e_mamba": "mamba_ssm's Mamba2 language model",
     "e2e_qwen3_next": "Transformers' Qwen3-Next",
+    "e2e_qwen3_next_step": "Transformers' Qwen3-Next with a cache of fixed size",
     "e2e_nemotron_h": "Transformers' Nemotron-H",
 }
 # what is compared, as far as a run has it
