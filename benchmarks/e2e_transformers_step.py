@@ -1,7 +1,7 @@
 """Qwen3-Next's decode step with a cache of fixed size: eager, through torch.compile, and as a CUDA graph.
 
-`python -m benchmarks.e2e_transformers_step [--modes eager,graph,compiled] [--warm-up PROCESSES] [--dry-run]`. The models
-of `e2e_transformers`; with causal-conv1d, without it, and accelerated either way. The dry run has the eager mode alone.
+`python -m benchmarks.e2e_transformers_step [--modes eager,graph,compiled] [--warm-up PROCESSES] [--dry-run]`. With
+causal-conv1d, without it, and accelerated either way; the models of `e2e_transformers`. The dry run is eager alone.
 """
 
 from __future__ import annotations
