@@ -1,10 +1,12 @@
-"""One decode step of an FLA model as a function of nothing: its token and its states stay where they are.
+"""One decode step of a model as a function of nothing: its token and its states stay where they are.
 
-So a step can be captured once and replayed, each replay going on where the last one ended. Torch only.
+So a step can be captured once and replayed, each replay going on where the last one ended. `Step` is of an FLA model;
+other models override how a step is begun and made. Torch only.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -65,3 +67,36 @@ class Step:
             return logits
 
         return replay
+
+
+def fed(step: Step, call: Callable[[], Tensor], tokens: list[Tensor] | None, count: int) -> tuple[list, list]:
+    """(tokens, logits) of `count` steps from the end of the prompt; `tokens` are those of another run.
+
+    `call` is the step itself or what was made of it.
+    """
+    step.rewind()
+    used, logits = [], []
+    for at in range(count):
+        if tokens:
+            step.token.copy_(tokens[at])
+        used.append(step.token.clone())
+        logits.append(call().clone())
+    return used, logits
+
+
+@torch.no_grad()
+def seconds_a_step(step: Step, call: Callable[[], Tensor], count: int) -> float:
+    """Of `count` steps from the end of the prompt; one before them is not timed, for a switch leaves caches cold."""
+    call()
+    step.rewind()
+    synchronize()
+    begin = time.perf_counter()
+    for _ in range(count):
+        call()
+    synchronize()
+    return (time.perf_counter() - begin) / count
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

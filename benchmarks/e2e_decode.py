@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from accel.bench import providers
 from accel.bench.cases import distance, require
 from benchmarks import harness, results
-from benchmarks.decode_step import Step
+from benchmarks.decode_step import Step, seconds_a_step, synchronize
 from benchmarks.gated_deltanet import VARIANTS, build, native_calls
 from benchmarks.harness import Entry
 
@@ -48,11 +48,6 @@ def decode(
         token = step.argmax(-1, keepdim=True)
     synchronize()
     return tokens, logits, (time.perf_counter() - begin) / (steps - min(4, steps - 1))
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def gate(model: nn.Module, prompt: Tensor, steps: int, layers: int) -> dict[str, float]:
@@ -89,13 +84,7 @@ def graph_run(model: nn.Module, prompt: Tensor, name: str, tokens: int) -> Calla
 
     def run() -> float:
         with VARIANTS[name]():
-            step.rewind()
-            synchronize()
-            begin = time.perf_counter()
-            for _ in range(tokens):
-                replay()
-            synchronize()
-            return (time.perf_counter() - begin) / tokens
+            return seconds_a_step(step, replay, tokens)
 
     return run
 

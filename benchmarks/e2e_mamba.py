@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 
 from accel.bench.cases import distance, require
 from benchmarks import decode_step, harness, presence, results, triton_cache
-from benchmarks.e2e_decode import LOGITS, synchronize
+from benchmarks.e2e_decode import LOGITS
 from benchmarks.e2e_train import timed
 from benchmarks.harness import Entry
 from benchmarks.presence import ALONE, OURS, PACKAGE, TORCH, Place
@@ -160,17 +159,6 @@ class Decode(decode_step.Step):
         return logits
 
 
-def fed(step: Decode, tokens: list[Tensor] | None, count: int) -> tuple[list[Tensor], list[Tensor]]:
-    """(tokens, logits) of `count` steps; `tokens` are those of another run."""
-    used, logits = [], []
-    for at in range(count):
-        if tokens:
-            step.token.copy_(tokens[at])
-        used.append(step.token.clone())
-        logits.append(step().clone())
-    return used, logits
-
-
 def decode_rows(
     model: nn.Module, scopes: Mapping[str, presence.Scope], batch: int, tokens: int, rounds: int, rows: list[dict]
 ) -> None:
@@ -184,14 +172,14 @@ def decode_rows(
         count = min(8, tokens)
 
         def run() -> None:
-            steps[entry.name] = Decode(model, prompt)
-            found.extend(fed(steps[entry.name], want[0] if want else None, count))
+            step = steps[entry.name] = Decode(model, prompt)
+            found.extend(decode_step.fed(step, step, want[0] if want else None, count))
 
         found: list[list[Tensor]] = []
         presence.native_calls(run, layers * (1 + count) if entry.name in (OURS, ALONE) else 0)
         if entry.name == PACKAGE:
             with presence.wrong(model):
-                logits = fed(Decode(model, prompt), found[0], 1)[1][0]
+                logits = Decode(model, prompt)()
             presence.require_seen(distance(logits.float(), found[1][0].double()), LOGITS)
             want.extend(found)
         require(bool(want), f"{PACKAGE} gave nothing to compare with")
@@ -223,15 +211,8 @@ def decode_rows(
                 entry.calls = [steps[entry.name]]
         spent: dict[str, list[float]] = {entry.name: [] for entry in alive}
         for turn in harness.alternate(alive, rounds):
-            with turn.scope(), torch.no_grad():
-                turn.calls[0]()  # switching leaves the host's caches cold
-                steps[turn.name].rewind()
-                synchronize()
-                begin = time.perf_counter()
-                for _ in range(tokens):
-                    turn.calls[0]()
-                synchronize()
-                spent[turn.name].append((time.perf_counter() - begin) / tokens)
+            with turn.scope():
+                spent[turn.name].append(decode_step.seconds_a_step(steps[turn.name], turn.calls[0], tokens))
         for name, samples in spent.items():
             seconds = statistics.median(samples)
             row = case | {"case": f"{case['case']}, {mode}", "mode": mode, "provider": name, "gate": "ok"}
@@ -265,7 +246,7 @@ def main(
         importlib.import_module("mamba_extensions").smallest_blocks("mamba_ssm.ops.triton.")
     if share:
         timed(training_of(model, length, device)[0], device)
-        fed(Decode(model, torch.zeros(1, 16, dtype=torch.long, device=device)), None, 1)
+        Decode(model, torch.zeros(1, 16, dtype=torch.long, device=device))()
         return
     rows: list[dict] = []
     found = places()

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from accel.bench.cases import distance, require
 from accel.bench.gates import reason_of
 from benchmarks import harness, presence, results, triton_cache
-from benchmarks.e2e_decode import synchronize
+from benchmarks.decode_step import synchronize
 from benchmarks.harness import Entry
 from benchmarks.presence import ALONE, OURS, PACKAGE, Place
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 
 from accel.bench.cases import distance, require
 from benchmarks import decode_step, harness, presence, results, triton_cache
-from benchmarks.e2e_decode import synchronize
 from benchmarks.e2e_transformers import CHECKED, LOGITS, build, convolutions, kernels, places
 from benchmarks.harness import Entry
 from benchmarks.presence import ALONE, OURS, PACKAGE
@@ -59,18 +57,6 @@ class Step(decode_step.Step):
         return logits
 
 
-def fed(step: Step, call: Callable[[], Tensor], tokens: list[Tensor] | None, count: int) -> tuple[list, list]:
-    """(tokens, logits) of `count` steps from the end of the prompt; `tokens` are those of another run."""
-    step.rewind()
-    used, logits = [], []
-    for at in range(count):
-        if tokens:
-            step.token.copy_(tokens[at])
-        used.append(step.token.clone())
-        logits.append(call().clone())
-    return used, logits
-
-
 def of_mode(step: Step, mode: str, model: nn.Module) -> Callable[[], Tensor]:
     """The step in its mode, made in the variant's scope."""
     if mode == "graph":
@@ -103,7 +89,7 @@ def mode_rows(
         def eager() -> None:
             step = Step(model, prompt, room)
             steps[entry.name] = step, step
-            found.extend(fed(step, step, want[0] if want else None, CHECKED))
+            found.extend(decode_step.fed(step, step, want[0] if want else None, CHECKED))
 
         expected = convolutions(model) * (1 + CHECKED) if entry.name in (OURS, ALONE) else 0
         presence.native_calls(eager, expected)
@@ -116,7 +102,7 @@ def mode_rows(
         step = steps[entry.name][0]
         call = of_mode(step, mode, model)
         steps[entry.name] = step, call
-        _, logits = fed(step, call, want[0], CHECKED)
+        _, logits = decode_step.fed(step, call, want[0], CHECKED)
         pairs = zip(logits, want[1], strict=True)
         checked[entry.name] = max(distance(ours.float(), theirs.double()) for ours, theirs in pairs)
         limit = presence.limit_of(entry.name, LOGITS)
@@ -129,16 +115,8 @@ def mode_rows(
     rows += [case | {"provider": entry.name, "gate": entry.note} for entry in entries if entry not in alive]
     spent: dict[str, list[float]] = {entry.name: [] for entry in alive}
     for turn in harness.alternate(alive, rounds):
-        step, call = steps[turn.name]
-        with turn.scope(), torch.no_grad():
-            call()  # switching leaves the host's caches cold
-            step.rewind()
-            synchronize()
-            begin = time.perf_counter()
-            for _ in range(tokens):
-                call()
-            synchronize()
-            spent[turn.name].append((time.perf_counter() - begin) / tokens)
+        with turn.scope():
+            spent[turn.name].append(decode_step.seconds_a_step(*steps[turn.name], tokens))
     for name, samples in spent.items():
         seconds = statistics.median(samples)
         row = case | {"provider": name, "gate": "ok", "logits": checked[name], "step_ms": seconds * 1e3}

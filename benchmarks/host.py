@@ -19,6 +19,7 @@ from accel.bench import fla_switch, providers
 from accel.bench.cases import Decode, Sequence, UpdateBuffers, conv_buffers, require, update_buffers
 from accel.bench.providers import ConvCalls, Provider
 from benchmarks import conv, decode, harness, results
+from benchmarks.decode_step import synchronize
 from benchmarks.floor import bare_calls
 from benchmarks.harness import Call, Entry
 
@@ -116,11 +117,6 @@ def step_times(steps: dict[str, Call], calls: int, rounds: int) -> dict[str, flo
     found = {name: statistics.median(times) for name, times in spent.items()}
     loop = found.pop("nothing (the loop)")
     return {name: us - loop for name, us in found.items()}
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def breakdown(case: Decode, device: torch.device, rows: list[dict], calls: int, rounds: int) -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_admission import ROWS, good_backward, good_indexed, good_packed, layout, made_up, tensors
-from torch.utils._python_dispatch import TorchDispatchMode
+from test_repeat import Dispatch, Unguarded
 
 from accel import admission
 from accel.ops import conv, gradients
@@ -117,20 +117,7 @@ def test_a_kept_plan_serves_no_other_call(name, searches):
         assert conv.prepare(call, facts) == afresh(call)
 
 
-class Looking(TorchDispatchMode):
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        return function(*args, **(kwargs or {}))
-
-
-class Unguarded(Looking):
-    """A mode that torch's guards look past; selective checkpointing's is one."""
-
-    @classmethod
-    def ignore_compile_internals(cls):
-        return True
-
-
-@pytest.mark.parametrize("mode", [Looking, Unguarded])
+@pytest.mark.parametrize("mode", [Dispatch, Unguarded])
 @pytest.mark.parametrize("key", GOOD)
 def test_a_kept_plan_is_not_for_those_who_look_on(key, mode, searches):
     facts = made_up("cute")
