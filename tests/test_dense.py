@@ -12,7 +12,7 @@ from torch import nn
 from torch.library import opcheck
 
 import accel
-from accel import dense_checks, environment, ops
+from accel import dense_checks, dense_torch, environment, ops
 from accel.call import DenseCall
 from accel.dense_checks import FASTER, RULES
 from accel.kernels.dense_weight import split
@@ -318,6 +318,32 @@ def test_a_second_derivative_is_refused():
     (dx,) = torch.autograd.grad(ops.causal_conv1d_dense(x, weight).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="second derivative"):
         dx.sum().backward()
+
+
+@pytest.mark.parametrize("shape", [*SMALL[:5], SMALL[6]], ids=str)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_what_torch_computes_can_be_differentiated_twice(shape, groups):
+    """Its two forms, one each way, are one function; double precision, as a rule would call it."""
+    b, cin, cout, taps, dilation, tokens = shape
+    x, weight, bias = made("cpu", FP64, (b, 2 * cin, 2 * cout, taps, dilation, min(tokens, 9)), leaf=True)
+    if groups == 2:
+        weight = weight.detach()[:, :cin].requires_grad_()
+
+    def run(*tensors):
+        return dense_torch.convolve(DenseCall(*tensors, dilation, groups, None))
+
+    want, _ = reference(x.detach(), weight.detach(), bias.detach(), dilation, groups)
+    torch.testing.assert_close(run(x, weight, bias).detach(), want)
+    if tokens and cin < 9:
+        torch.autograd.gradcheck(run, (x, weight, bias))
+        torch.autograd.gradgradcheck(run, (x, weight, bias))
+    for needs in itertools.product((False, True), repeat=3):
+        leaves = [t.detach().requires_grad_(need) for t, need in zip((x, weight, bias), needs, strict=True)]
+        y = run(*leaves)
+        assert y.requires_grad == any(needs)
+        if any(needs):
+            y.sum().backward()
+        assert [leaf.grad is not None for leaf in leaves] == list(needs)
 
 
 def test_autocast(device):
