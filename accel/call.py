@@ -31,6 +31,11 @@ class UpdateCall(NamedTuple):
     intermediate_states_out: Tensor | None = None
 
 
+def is_one_token(call: UpdateCall) -> bool:
+    """Whether an update is one token a row and nothing else: no ring, no states in between."""
+    return call.form != "NDT" and call.cache_seqlens is None and call.intermediate_states_out is None
+
+
 class ConvCall(NamedTuple):
     """A full sequence.
 

@@ -3,7 +3,8 @@
 A decline hands the original the very arguments that came, before anything was touched. A failure after admission is
 raised, never turned into a fallback. A call that the upstream takes apart is handed on without a route: the parts come
 back here and have theirs. torch.compile traces through here: what it cannot trace, or what belongs to a run and not to
-a graph (kept plans, the recorder, profiler ranges), is behind `is_dynamo_compiling`.
+a graph (kept plans and steps, the recorder, profiler ranges), is behind `is_dynamo_compiling`. Decode steps that were
+chosen before go by `accel.repeat`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The library's exceptions, and the status word through which kernels report bad device data.
 
-Ground floor. A kernel that meets a bad slot or bad `cu_seqlens` writes one 64-bit word into pinned
-host memory; the host looks at it at the next call, so nothing synchronises and the CUDA context survives.
+Ground floor. A kernel that meets a bad slot or bad `cu_seqlens` writes one 64-bit word into pinned host memory; the
+host looks at it at the next call, so nothing synchronises and the CUDA context survives.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Reason(str, enum.Enum):
     WIDTH = ("width", "a filter width outside the kernels' range", "nothing but another width")
     LAYOUT = (
         "layout",
-        "strides that no kernel reads in place, memory that overlaps, or a dense convolution's rows of odd lengths",
+        "strides that no kernel reads in place, memory that overlaps, or dense rows that are no whole vectors",
         "`.contiguous()` before the call, an output in memory of its own, a T that 8 divides",
     )
     ACTIVATION = (

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from accel import cpu, environment
-from accel.call import UpdateCall
+from accel.call import UpdateCall, is_one_token
 from accel.environment import DeviceFacts
 from accel.ops import plans
 from accel.routes import Route, failed, profiling, record
@@ -77,10 +77,9 @@ class Steps:
 
     def keep(self, call: UpdateCall, facts: DeviceFacts, plan: Callable | None, route: Route) -> None:
         """Keep a call that was just served, if it is a step of one token with nothing but a state and maybe a bias."""
-        x, form, state, weight, bias, residual, activation, cache_seqlens, indices, _, intermediate = call
-        if form == "NDT" or state is None or not x.numel() or observed(x) or profiling():
-            return
-        if any(tensor is not None for tensor in (residual, cache_seqlens, indices, intermediate)):
+        x, form, state, weight, bias, residual, activation, _, indices, *_ = call
+        plain = is_one_token(call) and state is not None and residual is None and indices is None
+        if not plain or not x.numel() or observed(x) or profiling():
             return
         tensors = (x, state, weight) if bias is None else (x, state, weight, bias)
         guards = plans.guards_of(tensors)

@@ -28,7 +28,7 @@ class DenseWeightSpec(NamedTuple):
 def split(tokens: int, tiles: int, sm_count: int) -> int:
     """How many blocks share the tokens of one tile of the gradient: a function of shapes and device alone.
 
-    All run at once: a few too many would wait for the rest and take as long as these.
+    All run at once: a few too many would wait for the others.
     """
     return max(1, min(tokens // SHARE, SHARED * sm_count // tiles))
 

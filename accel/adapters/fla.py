@@ -24,7 +24,7 @@ def _read_update(x, cache, residual=None, weight=None, bias=None, activation=Non
 
 def _again_update(
     step, x=None, cache=None, residual=None, weight=None, bias=None, activation=None, *more, **others
-) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+) -> tuple[Tensor, Tensor] | None:
     if residual is not None or more or others:
         return None
     y = step(x, cache, weight, bias, activation)

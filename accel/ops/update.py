@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 
 from accel import cpu
 from accel.admission import admit
-from accel.call import UpdateCall, form_of
+from accel.call import UpdateCall, form_of, is_one_token
 from accel.environment import DeviceFacts
 from accel.ops import plans
 from accel.ops.door import facts_of, kernels
@@ -86,8 +86,8 @@ def prepare(call: UpdateCall, facts: DeviceFacts, inside: bool = False) -> Calla
 
     `inside`: the registered operator asks.
     """
-    x, form, state, weight, bias, residual, activation, cache_seqlens, indices, _, intermediate = call
-    one_token = form != "NDT" and cache_seqlens is None and intermediate is None
+    x, form, state, weight, bias, residual, activation, _, indices, *_ = call
+    one_token = is_one_token(call)
     keep = one_token and state is not None
     if keep:
         kind = (form, activation, bias is None, residual is None, indices is None, torch.is_grad_enabled())
