@@ -54,13 +54,15 @@ class Adapter(NamedTuple):
 
     Or an InnerCall, which the upstream will come back with. `give` turns (result, call) into what the upstream returns.
     `again`, of a decode step's callable: takes `Steps.serve` and any arguments, and returns what the upstream does, or
-    None where `read` has to look at them.
+    None where `read` has to look at them. `inner`, of an upstream that only prepares such a step: the name by which its
+    module knows the callable that it hands the step to. That one's kept steps are served, in its name.
     """
 
     call: type
     read: Callable[..., Any]
     give: Callable[[Any, Any], Any] = as_it_is
     again: Callable[..., Any] | None = None
+    inner: str = ""
 
 
 class Binding:
@@ -83,6 +85,8 @@ def wrap(adapter: Adapter, target: str, name: str, original: Callable) -> Callab
     """The replacement of `original`: its signature, name, module and docs; `__accel__` holds the binding."""
     binding = Binding(adapter, target, name, original)
     again, serve = adapter.again, binding.steps.serve
+    if adapter.inner:
+        serve = functools.partial(_serve_inner, getattr(original, "__globals__", {}), adapter.inner)
 
     @functools.wraps(original)
     def wrapper(*args, **kwargs):
@@ -97,6 +101,12 @@ def wrap(adapter: Adapter, target: str, name: str, original: Callable) -> Callab
         del wrapper.__dict__[name]
     wrapper.__accel__ = binding
     return wrapper
+
+
+def _serve_inner(names: dict[str, Any], inner: str, *step: Any) -> Tensor | None:
+    """What `Steps.serve` of the callable of that name gives, as long as it is a live one of ours."""
+    binding = getattr(names.get(inner), "__accel__", None)
+    return binding.steps.serve(*step) if type(binding) is Binding and binding.live else None
 
 
 def run(binding: Binding, args: tuple, kwargs: dict) -> Any:

@@ -246,9 +246,10 @@ def _find(point: PatchPoint, installed: str, loaded: dict[str, ModuleType | Exce
         reason = f"{installed}: importing {point.module} fails with {type(module).__name__}: {module}"
         # a package built for another torch is as good as none
         raise Refused(reason, absent=may_lack and isinstance(module, ImportError | OSError)) from module
-    if point.attribute not in vars(module):
-        raise Refused(f"{installed}: {point.module} has no {point.attribute}")
-    return vars(module)[point.attribute]
+    try:
+        return point.found_in(module)
+    except KeyError:
+        raise Refused(f"{installed}: {point.module} has no {point.attribute}") from None
 
 
 def _difference(point: PatchPoint, function: Any) -> str | None:

@@ -11,6 +11,8 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -44,7 +46,7 @@ class PatchPoint:
     """One upstream callable. `module` is its owner, whose globals the upstream's own code reads: a name to import.
 
     Or it is a pattern, as fnmatch has them: each module of such a name that defines the callable is an owner, once it
-    is imported; nothing is imported for it.
+    is imported; nothing is imported for it. `attribute` is a function of the module, or "Class.method".
     """
 
     attribute: str
@@ -58,6 +60,13 @@ class PatchPoint:
 
     def owns(self, module: str) -> bool:
         return fnmatch.fnmatchcase(module, self.module)
+
+    def found_in(self, module: ModuleType) -> Any:
+        """What a module has in its place; KeyError where it has nothing."""
+        found: Any = module
+        for name in self.attribute.split("."):
+            found = vars(found)[name]
+        return found
 
 
 @dataclass(frozen=True)

@@ -6,19 +6,22 @@ configuration of a kernel: to search for the fastest would compile them all.
 """
 
 import os
+import sys
+from unittest import mock
 
 import pytest
 import reference
 import torch
 from triton.runtime import driver
 
-from accel import accelerated, record_routes, triton_cpu
+from accel import accelerated, matrix, record_routes, triton_cpu
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     triton_cpu.install()
 else:
     driver.active.get_benchmarker = lambda: triton_cpu.first_wins
 
+import fla
 import fla.modules.convolution as upstream
 from fla.modules import ShortConvolution
 
@@ -29,6 +32,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # (packed boundaries or None, B, T); W = 4 makes T = 2 shorter than a filter, 70 is longer than FLA's chunk
 LENGTHS = {"short": (None, 2, 2), "dense": (None, 2, 9), "chunks": (None, 1, 70), "packed": ([0, 3, 4, 11], 1, 11)}
 dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+ROW = next(row for row in matrix.load().targets["short_conv"].ranges if fla.__version__ in map(str, row.proven))
+STEP = any(point.attribute == "ShortConvolution.step" for point in ROW.callables)
 
 
 def backend(device):
@@ -143,6 +148,97 @@ def test_short_convolution_prefill_and_decode(device, dtype, width, bias):
     size = reference.magnitude(reference.causal_conv1d, tokens, None, weight, layer.bias)
     decoded = slice(prompt.shape[1], None)
     assert_values(ours[:, decoded], *(t.transpose(1, 2)[:, decoded].detach() for t in (exact, size)), y[:, decoded])
+
+
+class Decoder:
+    """A layer that has made two native steps, and how often its own code prepared a weight since."""
+
+    def __init__(self, device, form="N1D", bias=True):
+        self.layer = ShortConvolution(D, 4, bias=bias, activation="silu").to(device, torch.bfloat16)
+        self.owner = sys.modules[ShortConvolution.step.__module__]
+        self.shape = SHAPES[form](3)
+        bounds = torch.arange(4, device=device, dtype=torch.int32)
+        self.options = {"output_final_state": True} | ({"cu_seqlens": bounds} if form == "1ND" else {})
+        self.cache = normal(device, torch.bfloat16, 3, D, 4)
+        self.device, self.prepared, self.rearrange = device, 0, self.owner.rearrange
+        for _ in range(2):
+            self.step()
+        self.prepared = 0
+
+    def counting(self, *args, **kwargs):
+        self.prepared += 1
+        return self.rearrange(*args, **kwargs)
+
+    @torch.no_grad()
+    def step(self, **options):
+        """A step as the layer makes it, compared with the reference; its routes."""
+        x = normal(self.device, torch.bfloat16, *self.shape)
+        before, layer = self.cache.clone(), self.layer
+        given = self.options | {"cache": self.cache} | options
+        with mock.patch.object(self.owner, "rearrange", self.counting), record_routes() as routes:
+            y, returned = layer(x, **given)
+        assert returned is (self.cache if given["output_final_state"] else None) and y.shape == x.shape
+        residual = None if (found := given.get("residual")) is None else found.reshape(3, D)
+        rows = dict(residual=residual, activation=layer.activation)
+        state, weight = given["cache"], layer.weight.squeeze(1)
+        exact, expected = reference.causal_conv1d_update(x.reshape(3, D), before, weight, layer.bias, **rows)
+        torch.testing.assert_close(y.reshape(3, D).double(), exact, rtol=2e-2, atol=2e-2)
+        assert state is None or torch.equal(state.double(), expected)
+        return [f"{route.callable}={route}" for route in routes]
+
+
+@pytest.mark.skipif(not STEP, reason="the layer's step is served for FLA 0.6")
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("form", ["N1D", "1ND"])
+def test_a_layers_repeated_step_is_not_prepared_again(device, form, bias):
+    own = ShortConvolution.step
+    with accelerated("short_conv", verbose=False):
+        decoder = Decoder(device, form, bias)
+        native = [f"causal_conv1d_update={backend(device)}"]
+        assert decoder.step() == decoder.step(output_final_state=False) == native and decoder.prepared == 0
+        for parameter in decoder.layer.parameters():
+            parameter.data = normal(device, torch.bfloat16, *parameter.shape)
+        decoder.layer.weight = torch.nn.Parameter(normal(device, torch.bfloat16, D, 1, 4))
+        assert decoder.step() == native and decoder.prepared == 0  # the parameters as they are now
+    assert ShortConvolution.step is own and decoder.step() == [] and decoder.prepared == 1
+
+
+@pytest.mark.skipif(not STEP, reason="the layer's step is served for FLA 0.6")
+def test_what_a_layers_step_may_not_pass_by(device):
+    """A residual, a weight that is no parameter, and what somebody put in the callable's place since."""
+    native = [f"causal_conv1d_update={backend(device)}"]
+    with accelerated("short_conv", verbose=False):
+        decoder = Decoder(device)
+        assert decoder.step(residual=normal(device, torch.bfloat16, *decoder.shape)) == native
+        assert decoder.prepared == 1
+        torch.nn.utils.parametrize.register_parametrization(decoder.layer, "weight", torch.nn.Tanh())
+        assert decoder.step() == native and decoder.prepared == 2
+        torch.nn.utils.parametrize.remove_parametrizations(decoder.layer, "weight")
+        ours, seen = decoder.owner.causal_conv1d_update, []
+
+        def spy(**given):
+            seen.append(given)
+            return ours(**given)
+
+        assert decoder.step() == native and decoder.prepared == 2
+        with mock.patch.object(decoder.owner, "causal_conv1d_update", spy):
+            assert decoder.step() == native
+        assert len(seen) == 1 and decoder.prepared == 3
+
+
+@pytest.mark.skipif(not STEP, reason="the layer's step is served for FLA 0.6")
+def test_a_layer_of_another_backend_says_so(device):
+    with accelerated("short_conv", verbose=False):
+        decoder = Decoder(device)
+        decoder.layer.backend = "cuda"
+        stub = mock.Mock(side_effect=lambda x, **_: x)
+        with mock.patch.object(decoder.owner, "causal_conv1d_update_cuda", stub), record_routes() as routes:
+            with torch.no_grad():
+                decoder.layer(normal(device, torch.bfloat16, *decoder.shape), cache=decoder.cache)
+        assert [str(route) for route in routes] == ["fallback:unsupported-argument"] and stub.call_count == 1
+        assert "backend: expected 'triton', got 'cuda'" in routes[0].detail
+        with pytest.raises(TypeError, match="missing 4 required positional arguments"):
+            ShortConvolution.step()
 
 
 @dtypes

@@ -35,6 +35,24 @@ def _give_update(y: Tensor, call: UpdateCall) -> tuple[Tensor, Any]:
     return y, call.conv_state
 
 
+def _read_step(self, x, residual, cache, output_final_state=False, cu_seqlens=None) -> InnerCall | Decline:
+    if self.backend != "triton":
+        return Decline(Reason.UNSUPPORTED_ARGUMENT, "backend", "'triton'", repr(self.backend))
+    call = _read_update(x, cache, residual, self.weight.squeeze(1), self.bias, self.activation)
+    return InnerCall("causal_conv1d_update", call)
+
+
+def _again_step(
+    step, self=None, x=None, residual=None, cache=None, output_final_state=False, cu_seqlens=None, *more, **others
+) -> tuple[Tensor, Tensor | None] | None:  # fmt: skip
+    parameters = getattr(self, "_parameters", {})
+    weight = parameters.get("weight")
+    if weight is None or residual is not None or self.backend != "triton" or more or others:
+        return None
+    y = step(x, cache, weight.squeeze(1), parameters.get("bias"), self.activation)
+    return None if y is None else (y, cache if output_final_state else None)
+
+
 def _channels(x: Tensor) -> Tensor:
     """[B, T, D] or [B, T, H, d] as [B, D, T]; heads that do not flatten in place fail here: the call is declined."""
     return (x.view(*x.shape[:2], -1) if x.dim() == 4 else x).transpose(1, 2)
@@ -123,49 +141,23 @@ def _read_fwd_060(
 
 
 def _read_fwd_051(
-    x,
-    weight,
-    bias,
-    residual,
-    initial_state=None,
-    output_final_state=False,
-    activation=None,
-    cu_seqlens=None,
-    cu_seqlens_cpu=None,
-    chunk_indices=None,
-    BT=64,
-    layout_fallback=False,
-) -> ConvCall:
+    x, weight, bias, residual, initial_state=None, output_final_state=False, activation=None,
+    cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None, BT=64, layout_fallback=False
+) -> ConvCall:  # fmt: skip
     return _conv(x, weight, bias, residual, initial_state, output_final_state, activation, cu_seqlens)
 
 
 def _read_fwd_042(
-    x,
-    weight,
-    bias,
-    residual,
-    initial_state=None,
-    output_final_state=False,
-    activation=None,
-    cu_seqlens=None,
-    cu_seqlens_cpu=None,
-    chunk_indices=None,
-    BT=64,
-) -> ConvCall:
+    x, weight, bias, residual, initial_state=None, output_final_state=False, activation=None,
+    cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None, BT=64
+) -> ConvCall:  # fmt: skip
     return _conv(x, weight, bias, residual, initial_state, output_final_state, activation, cu_seqlens)
 
 
 def _read_fwd_041(
-    x,
-    weight,
-    bias,
-    residual,
-    initial_state=None,
-    output_final_state=False,
-    activation=None,
-    cu_seqlens=None,
-    chunk_indices=None,
-) -> ConvCall:
+    x, weight, bias, residual, initial_state=None, output_final_state=False, activation=None,
+    cu_seqlens=None, chunk_indices=None
+) -> ConvCall:  # fmt: skip
     return _conv(x, weight, bias, residual, initial_state, output_final_state, activation, cu_seqlens)
 
 
@@ -204,52 +196,23 @@ def _read_bwd_060(
 
 
 def _read_bwd_051(
-    x,
-    dy,
-    dht,
-    weight=None,
-    bias=None,
-    residual=None,
-    initial_state=None,
-    activation=None,
-    cu_seqlens=None,
-    cu_seqlens_cpu=None,
-    chunk_indices=None,
-    BT=64,
-    layout_fallback=False,
-) -> BackwardCall:
+    x, dy, dht, weight=None, bias=None, residual=None, initial_state=None, activation=None, cu_seqlens=None,
+    cu_seqlens_cpu=None, chunk_indices=None, BT=64, layout_fallback=False
+) -> BackwardCall:  # fmt: skip
     return _backward(x, dy, dht, weight, bias, residual, initial_state, activation, cu_seqlens)
 
 
 def _read_bwd_042(
-    x,
-    dy,
-    dht,
-    weight=None,
-    bias=None,
-    residual=None,
-    initial_state=None,
-    activation=None,
-    cu_seqlens=None,
-    cu_seqlens_cpu=None,
-    chunk_indices=None,
-    BT=64,
-) -> BackwardCall:
+    x, dy, dht, weight=None, bias=None, residual=None, initial_state=None, activation=None, cu_seqlens=None,
+    cu_seqlens_cpu=None, chunk_indices=None, BT=64
+) -> BackwardCall:  # fmt: skip
     return _backward(x, dy, dht, weight, bias, residual, initial_state, activation, cu_seqlens)
 
 
 def _read_bwd_041(
-    x,
-    dy,
-    dht,
-    weight=None,
-    bias=None,
-    residual=None,
-    initial_state=None,
-    activation=None,
-    cu_seqlens=None,
-    chunk_indices=None,
-) -> BackwardCall:
+    x, dy, dht, weight=None, bias=None, residual=None, initial_state=None, activation=None, cu_seqlens=None,
+    chunk_indices=None
+) -> BackwardCall:  # fmt: skip
     return _backward(x, dy, dht, weight, bias, residual, initial_state, activation, cu_seqlens)
 
 
@@ -277,6 +240,7 @@ def _give_states(states: Tensor, call: StatesCall) -> Tensor:
 
 ADAPTERS = {
     "fla.causal_conv1d_update": Adapter(UpdateCall, _read_update, _give_update, _again_update),
+    "fla.ShortConvolution.step": Adapter(UpdateCall, _read_step, again=_again_step, inner="causal_conv1d_update"),
     "fla.causal_conv1d@0.3.2": Adapter(ConvCall, _read_conv_032, _give_conv),
     "fla.causal_conv1d@0.4.1": Adapter(ConvCall, _read_conv_041, _give_conv),
     "fla.causal_conv1d@0.4.2": Adapter(ConvCall, _read_conv_042, _give_conv),

@@ -14,6 +14,7 @@ from packaging.version import Version
 
 import accel
 from accel import environment, matrix
+from accel.tables import PatchPoint
 
 
 def importable(*names: str) -> Callable[[], str | None]:
@@ -29,14 +30,20 @@ def importable(*names: str) -> Callable[[], str | None]:
 
 
 @cache
-def owners() -> dict[str, str]:
-    """The module of each conv callable of the installed FLA, as the matrix has it; ModuleNotFoundError without one."""
+def points() -> tuple[PatchPoint, ...]:
+    """The conv callables of the installed FLA, as the matrix has them; ModuleNotFoundError without one."""
     target = matrix.load().targets["short_conv"]
     version = environment.distribution_version(target.distribution)
     row = target.range_of(Version(version)) if version else None
     if row is None:
         raise ModuleNotFoundError(f"{target.distribution} {version} is not served" if version else "not installed")
-    return {point.attribute: point.module for point in row.callables}
+    return row.callables
+
+
+@cache
+def owners() -> dict[str, str]:
+    """The module of each of them."""
+    return {point.attribute: point.module for point in points()}
 
 
 @cache
@@ -56,18 +63,20 @@ class FlaSwitch:
     def __init__(self) -> None:
         functions = {id(fla(name)) for name in owners()}
         modules = [module for name, module in tuple(sys.modules.items()) if name.startswith("fla.")]
-        bound = [(module, name) for module in modules for name in vars(module)]
-        self.slots = [(module, name) for module, name in bound if id(vars(module)[name]) in functions]
+        held = (value for module in modules for value in vars(module).values())
+        classes = dict.fromkeys(value for value in held if isinstance(value, type))
+        bound = [(holder, name) for holder in (*modules, *classes) for name in vars(holder)]
+        self.slots = [(holder, name) for holder, name in bound if id(vars(holder)[name]) in functions]
         self.found = self.current()
         accel.accelerate_fla(targets="short_conv", verbose=False)
         self.swapped = self.current()
 
     def current(self) -> list[Any]:
-        return [getattr(module, name) for module, name in self.slots]
+        return [vars(holder)[name] for holder, name in self.slots]
 
     def put(self, callables: list[Any]) -> None:
-        for (module, name), function in zip(self.slots, callables, strict=True):
-            setattr(module, name, function)
+        for (holder, name), function in zip(self.slots, callables, strict=True):
+            setattr(holder, name, function)
 
     @contextmanager
     def original(self) -> Iterator[None]:
@@ -128,4 +137,4 @@ def fla_gluon() -> Iterator[None]:
 
 
 def fla(name: str) -> Callable:
-    return getattr(importlib.import_module(owners()[name]), name)
+    return next(point.found_in(importlib.import_module(point.module)) for point in points() if point.attribute == name)

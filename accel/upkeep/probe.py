@@ -35,12 +35,13 @@ def main() -> None:
 def _look(module: str, attribute: str) -> dict[str, Any]:
     """One place: the type of what it holds; of a function its parameters and who its own module says it is."""
     try:
-        found = vars(importlib.import_module(module))
+        value: Any = importlib.import_module(module)
     except Exception as error:  # an upstream may fail in any way while it is imported
         return {"error": f"{type(error).__name__}: {error}"}
-    if attribute not in found:
-        return {"type": None}
-    value = found[attribute]
+    for name in attribute.split("."):
+        if name not in vars(value):
+            return {"type": None}
+        value = vars(value)[name]
     if not isinstance(value, types.FunctionType):
         return {"type": type(value).__name__}
     return {

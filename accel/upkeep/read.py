@@ -139,9 +139,10 @@ class Source:
         self.folder, self.package = folder, package
 
     def parameters(self, module: str, attribute: str) -> str | None:
-        """The parameters of a function that a module defines at its top level, without annotations."""
-        for statement in self._statements(module):
-            if isinstance(statement, ast.FunctionDef) and statement.name == attribute:
+        """The parameters of a function that a module defines at its top level, or a class there: no annotations."""
+        owner, _, name = attribute.rpartition(".")
+        for statement in self._statements(module, owner):
+            if isinstance(statement, ast.FunctionDef) and statement.name == name:
                 arguments = statement.args
                 for argument in ast.walk(arguments):
                     if isinstance(argument, ast.arg):
@@ -150,10 +151,10 @@ class Source:
         return None
 
     def definers(self, attribute: str) -> list[str]:
-        """The modules that define a function of this name at their top level."""
+        """The modules that define a function of this name at their top level, or a method of it."""
         found = []
         for path in sorted((self.folder / self.package).rglob("*.py")):
-            if f"def {attribute}(" in path.read_text(encoding="utf-8", errors="replace"):
+            if f"def {attribute.rpartition('.')[2]}(" in path.read_text(encoding="utf-8", errors="replace"):
                 parts = path.relative_to(self.folder).with_suffix("").parts
                 module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
                 if self.parameters(module, attribute) is not None:
@@ -164,7 +165,8 @@ class Source:
         """Whether a module gives this name a value at its top level."""
         return any(attribute in _names(statement) for statement in self._statements(module))
 
-    def _statements(self, module: str) -> Iterator[ast.stmt]:
+    def _statements(self, module: str, owner: str = "") -> Iterator[ast.stmt]:
+        """What stands at a module's top level, or in the body of the class there of the name `owner`."""
         base = self.folder.joinpath(*module.split("."))
         path = next((path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()), None)
         if path is None:
@@ -172,7 +174,10 @@ class Source:
         waiting = list(ast.parse(path.read_text(encoding="utf-8")).body)
         while waiting:
             statement = waiting.pop(0)
-            yield statement
+            if not owner:
+                yield statement
+            elif isinstance(statement, ast.ClassDef) and statement.name == owner:
+                yield from statement.body
             if isinstance(statement, ast.If | ast.Try | ast.With):  # their bodies are top level too
                 bodies = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
                 bodies += [handler.body for handler in getattr(statement, "handlers", [])]
