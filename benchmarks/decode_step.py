@@ -6,6 +6,7 @@ other models override how a step is begun and made. Torch only.
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Callable
 
@@ -67,6 +68,18 @@ class Step:
             return logits
 
         return replay
+
+
+def compiled(model: nn.Module) -> Callable:
+    """torch.compile of a model, whose code other variants share: with a backend object of its own.
+
+    What dynamo made of a function it takes again for the same backend, also where it broke off at a callable that is
+    swapped by now, for it guards what it traced and not what it left alone.
+    """
+    # one to trace for a prompt and for steps, in each variant
+    torch._dynamo.config.recompile_limit = 64
+    make = importlib.import_module("torch._inductor.compile_fx").compile_fx
+    return torch.compile(model, backend=lambda graph, inputs: make(graph, inputs))
 
 
 def fed(step: Step, call: Callable[[], Tensor], tokens: list[Tensor] | None, count: int) -> tuple[list, list]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from accel.bench import providers
 from accel.bench.cases import distance, require
 from benchmarks import harness, results
-from benchmarks.decode_step import Step, seconds_a_step, synchronize
+from benchmarks.decode_step import Step, compiled, seconds_a_step, synchronize
 from benchmarks.gated_deltanet import VARIANTS, build, native_calls
 from benchmarks.harness import Entry
 
@@ -92,19 +92,17 @@ def graph_run(model: nn.Module, prompt: Tensor, name: str, tokens: int) -> Calla
 def compiled_run(model: nn.Module, prompt: Tensor, name: str, tokens: int) -> Callable[[], float]:
     """The same through torch.compile, one compiled model a variant, traced and checked in the variant's scope."""
     require(torch.cuda.is_available(), "torch.compile cannot trace Triton's interpreter")
-    # variants share the model's code, and each traces it for a prompt and for steps
-    torch._dynamo.config.recompile_limit = 64
-    compiled = torch.compile(model)
+    made = compiled(model)
     with VARIANTS[name]():
         fed, want, _ = decode(model, prompt, 4)
         for _ in range(2):  # the number of tokens in the cache becomes dynamic at the second
-            _, got, _ = decode(compiled, prompt, 4, fed)
+            _, got, _ = decode(made, prompt, 4, fed)
         worst = max(distance(a.float(), b.double()) for a, b in zip(got, want, strict=True))
         require(worst <= LOGITS, f"compiled logits are {worst:.2e} from the eager ones")
 
     def run() -> float:
         with VARIANTS[name]():
-            return decode(compiled, prompt, tokens)[2]
+            return decode(made, prompt, tokens)[2]
 
     return run
 

@@ -62,9 +62,7 @@ def of_mode(step: Step, mode: str, model: nn.Module) -> Callable[[], Tensor]:
     if mode == "graph":
         return step.captured()
     if mode == "compiled":
-        # variants share the model's code, and each traces it
-        torch._dynamo.config.recompile_limit = 64
-        step.forward = torch.compile(model)
+        step.forward = decode_step.compiled(model)
     return step
 
 

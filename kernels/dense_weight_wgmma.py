@@ -8,11 +8,11 @@ import torch
 
 from accel.kernels import jit
 from accel.kernels.contract import VECTOR
-from accel.kernels.dense_mma import tile_of
 from accel.kernels.dense_wgmma import grain_of
 
 CHUNK = 64  # tokens that are multiplied at once
 PAIR = 2  # tokens of a 32-bit word
+WIDE = 256  # output channels of a block that has an SM for itself, and reads x half as often
 
 
 class DenseWeightWgmmaSpec(NamedTuple):
@@ -25,11 +25,13 @@ class DenseWeightWgmmaSpec(NamedTuple):
     arch: str
 
 
-def run(x: torch.Tensor, dy: torch.Tensor, partial: torch.Tensor, dilation: int, arch: str) -> None:
-    """Fill partial [P, K, Cout, Cin] with the sums of its parts of the tokens."""
-    _, taps, outputs, inputs = partial.shape
+def run(
+    x: torch.Tensor, dy: torch.Tensor, partial: torch.Tensor, tile: tuple[int, int], dilation: int, arch: str
+) -> None:
+    """Fill partial [P, K, Cout, Cin] with the sums of its parts of the tokens; `tile` is of Cout and Cin."""
+    taps = partial.shape[1]
     grain = grain_of(taps, dilation)
     grain = grain if grain == VECTOR else min(grain, PAIR)
-    spec = DenseWeightWgmmaSpec(x.dtype, tile_of(inputs), tile_of(outputs), grain, arch)
+    spec = DenseWeightWgmmaSpec(x.dtype, tile[1], tile[0], grain, arch)
     moved, still = x.permute(1, 2, 0), dy.permute(1, 2, 0)
     jit.get(spec)(moved, still, partial.transpose(2, 3), (1 - taps) * dilation, dilation)

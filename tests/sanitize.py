@@ -222,6 +222,7 @@ def dense_cases():
     yield Dense(BF16, (1, 40, 40, 2, 129, 264))
     yield Dense(BF16, (2, 136, 72, 3, 6, 264))
     yield Dense(BF16, (2, 33, 65, 3, 2, 77))
+    yield Dense(BF16, (1, 72, 264, 7, 5, 5128))  # the wide tile of a weight gradient, on a GPU of up to 140 SMs
     yield Dense(FP16, (1, 24, 16, 4, 1, 48), "sliced")
     yield Dense(BF16, (1, 16, 24, 3, 2, 40), "channel-last")
 

@@ -270,6 +270,11 @@ def dense_backward(unaligned_dy=False, **options) -> DenseBackwardCall:
     return DenseBackwardCall(call.x, dy, call.weight, call.dilation, 1, True, True, True)
 
 
+def wide_backward(**options) -> DenseBackwardCall:
+    """Its gradients where a block has an SM for itself in that of the weight."""
+    return dense_backward(outputs=256, tokens=16384, **options)
+
+
 def specifications(call: Any, arch: str = MAIN, trap: bool = False) -> list[Any]:
     """The specification of every kernel that a call launches, in order."""
     found = []
@@ -311,6 +316,8 @@ def table() -> Iterator[Any]:
     # where registers are shortest: the widest tile, whose sums are moved along; everything at once
     for dilation in (1, 2, 4):
         yield dense(inputs=256, activation="silu", dilation=dilation)
+    for dilation, inputs in itertools.product((1, 2, 8), (64, 128)):
+        yield wide_backward(dilation=dilation, inputs=inputs)
     everything = {"bias": "as weight", "initial": True, "final": True}
     for layout, width, packing in itertools.product(
         ("channel-last", "channel-first"), (6, 8), ("dense", "int32", "seq_idx")
@@ -461,6 +468,7 @@ def assembled(artifacts, spec: Any, *options: str) -> str:
 @pytest.mark.parametrize("call", [
     *(dense(inputs=c, dilation=d, activation="silu") for c, d in itertools.product((64, 256), (1, 2, 8))),
     dense_backward(dilation=8),
+    wide_backward(dilation=8),
 ])  # fmt: skip
 def test_the_products_of_a_step_are_in_flight_together(call, artifacts):
     """The assembler waits for each of them where it sees their sums touched: a wait is marked by gsb0."""
@@ -470,17 +478,28 @@ def test_the_products_of_a_step_are_in_flight_together(call, artifacts):
 
 @pytest.mark.skipif(not CUOBJDUMP.is_file(), reason="the triton package and its cuobjdump are not installed")
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("outputs", [64, 128])
+@pytest.mark.parametrize("outputs", [64, 128, 256])
 @pytest.mark.parametrize("inputs", [64, 128])
 @pytest.mark.parametrize("dilation", [1, 2])
 def test_a_product_is_in_flight_while_registers_of_the_next_are_loaded(dilation, inputs, outputs, dtype, artifacts):
     """The assembler leaves none in flight where registers are too few for that, and then says so to nobody."""
-    spec = specifications(dense_backward(dtype=dtype, outputs=outputs, inputs=inputs, dilation=dilation))[-1]
+    wide = outputs == 256
+    call = wide_backward if wide else functools.partial(dense_backward, outputs=outputs)
+    spec = specifications(call(dtype=dtype, inputs=inputs, dilation=dilation))[-1]
+    assert spec.tile_n == outputs
     code = assembled(artifacts, spec, "-sass")
     found = re.findall(r"HGMMA|WARPGROUP\.DEPBAR\.LE gsb0, 0x\d", code)
     assert found == ["WARPGROUP.DEPBAR.LE gsb0, 0x1", "HGMMA"] * 4 + ["WARPGROUP.DEPBAR.LE gsb0, 0x0"]
     (registers,) = re.findall(r"REG:(\d+)", assembled(artifacts, spec, "--dump-resource-usage"))
-    assert int(registers) <= 112, "two blocks of nine warps do not share an SM"
+    assert int(registers) <= (224 if wide else 112), "too many for a block of nine warps, or two, on an SM"
+
+
+def test_a_wide_tile_is_for_calls_that_give_every_sm_something_to_do():
+    def tile(outputs, inputs, tokens):
+        return specifications(dense_backward(outputs=outputs, inputs=inputs, tokens=tokens))[-1].tile_n
+
+    assert [tile(*call) for call in ((128, 512, 16384), (64, 64, 16384), (256, 128, 512))] == [128, 64, 128]
+    assert [tile(*call) for call in ((136, 128, 16384), (256, 512, 3072), (256, 512, 2560))] == [256, 256, 128]
 
 
 # Calls that differ in sizes, strides and counts alone, within one family of alignment.

@@ -45,6 +45,9 @@ LARGE = [
     (2, 96, 257, 1, 1, 136),
     (5, 8, 8, 3, 512, 2048),
     (1, 24, 16, 9, 1, 8),
+    # enough tokens for the wide tile of a weight gradient, moved inside a vector and not
+    (2, 130, 264, 7, 3, 1288),
+    (4, 264, 136, 5, 8, 2048),
 ]
 
 
@@ -667,11 +670,11 @@ def test_other_calls_of_a_served_module_go_to_the_original(restored):
     assert str(accel.last_route()) == "fallback:unsupported-argument"
 
 
-@pytest.mark.parametrize("sm_count", [8, 108, 132])
+@pytest.mark.parametrize("blocks", [16, 132, 216, 264])
 @pytest.mark.parametrize("tokens", [1, 511, 8192, 1 << 22])
-def test_the_blocks_of_a_weight_gradient_run_at_once(tokens, sm_count):
+def test_the_blocks_of_a_weight_gradient_run_at_once(tokens, blocks):
     """Or there is one for each tile, where there are more tiles than that."""
     for tiles in range(1, 600):
-        parts = split(tokens, tiles, sm_count)
-        assert parts == 1 or parts * tiles <= 2 * sm_count and parts * 512 <= tokens
-        assert parts == 1 or (parts + 1) * tiles > 2 * sm_count or (parts + 1) * 512 > tokens
+        parts = split(tokens, tiles, blocks)
+        assert parts == 1 or parts * tiles <= blocks and parts * 512 <= tokens
+        assert parts == 1 or (parts + 1) * tiles > blocks or (parts + 1) * 512 > tokens

@@ -122,7 +122,7 @@ CASES = [
     ("sm_80", BF16, (2, 33, 20, 3, 2, 37), "dense", "gelu"),
     ("sm_80", BF16, (1, 16, 8, 4, 3, 24), "sliced", "relu"),
     ("sm_90a", BF16, (2, 40, 24, 3, 8, 136), "dense", "silu"),
-    ("sm_90a", FP16, (1, 72, 136, 2, 136, 136), "dense", None),
+    ("sm_90a", FP16, (1, 72, 136, 2, 136, 264), "dense", None),
     ("sm_90a", BF16, (1, 136, 72, 3, 24, 264), "dense", None),
     ("sm_90a", BF16, (1, 72, 40, 1, 3, 136), "dense", None),
     # taps of several phases: every grain, phases without a tap, more taps than phases

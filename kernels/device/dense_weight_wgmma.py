@@ -19,12 +19,12 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
 from accel.kernels.contract import VECTOR
-from accel.kernels.dense_weight_wgmma import CHUNK, PAIR, DenseWeightWgmmaSpec
+from accel.kernels.dense_weight_wgmma import CHUNK, PAIR, WIDE, DenseWeightWgmmaSpec
 from accel.kernels.device.compiler import CUTE_DTYPE, compile_for, fake
 from accel.kernels.device.dense_end import store_partial
 from accel.kernels.device.dense_groups import GROUP, WARPS, add_products, claim, open_ring, start_sums
 
-STAGE_BYTES = 104 * 1024  # of all stages: two blocks share an SM
+STAGE_BYTES = 104 * 1024  # of all stages where two blocks share an SM
 GROUPS = 2  # they share the input channels, or where these are few the output channels
 UNITS = CHUNK // VECTOR
 IN_FLIGHT = 1  # products that may go on while the next one's registers are loaded
@@ -37,7 +37,8 @@ class DenseWeightWgmma:
         self.spec = spec
         self.moved = spec.grain < VECTOR  # inside a vector
         self.bytes_of_stage = ((spec.tile_m + spec.tile_n) * CHUNK + (spec.tile_m * VECTOR if self.moved else 0)) * 2
-        self.stages = STAGE_BYTES // self.bytes_of_stage
+        self.alone = spec.tile_n == WIDE
+        self.stages = STAGE_BYTES * (2 if self.alone else 1) // self.bytes_of_stage
         self.tile = (spec.tile_m, spec.tile_n, CHUNK)
         self.groups = (2, 1, 1) if spec.tile_m == 128 else (1, 2, 1)
 
@@ -68,7 +69,7 @@ class DenseWeightWgmma:
             use_pdl=True,
             # where two are asked for, the compiler has 96 registers a thread: too few to keep a product in flight
             # beside those of the next. It takes 101 at most, and 112 would fit
-            min_blocks_per_mp=1 if self.moved else 2,
+            min_blocks_per_mp=1 if self.moved or self.alone else 2,
             preferred_smem_carveout=100,
         )
 
