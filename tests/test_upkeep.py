@@ -80,7 +80,7 @@ WRONG = {
 DIFF = """\
 --- a/compat_matrix.yaml
 +++ b/compat_matrix.yaml
-@@ -176,7 +176,7 @@
+@@ -181,7 +181,7 @@
          callables:
            - &fn
              attribute: causal_conv1d_fn
@@ -89,7 +89,7 @@ DIFF = """\
              adapter: causal_conv1d.causal_conv1d_fn
              parameters: x, weight, bias=None, seq_idx=None, initial_states=None, return_final_states=False,
                final_states_out=None, activation=None
-@@ -214,13 +214,10 @@
+@@ -219,13 +219,10 @@
            - attribute: causal_conv1d_bwd_function
              module: causal_conv1d.cpp_functions
              adapter: causal_conv1d.causal_conv1d_bwd_function
