@@ -49,4 +49,6 @@ def launch_backward(call, dx, dweight, dbias, facts) -> None:
     if dweight is not None:
         dense_weight.launch(call.x, call.dy, dweight, call.dilation, facts)
     if dbias is not None:
-        dbias.copy_(call.dy.sum((0, 2), dtype=torch.float32))
+        # both axes in one sum take up to three times as long
+        rows = call.dy.sum(2, dtype=torch.float32)
+        dbias.copy_(rows.sum(0) if rows.shape[0] > 1 else rows[0])
