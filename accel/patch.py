@@ -110,7 +110,7 @@ def foreign_link(function: Any, packages: Sequence[str]) -> str | None:
 
 def _walk(swaps: Sequence[Swap], direction: Callable[[Swap, Any], Any], instances: Iterable[Any]) -> None:
     watched = {id(held): swap for swap in swaps for held in (swap.original, swap.replacement)}
-    for holder in _holders(instances):
+    for holder in spaces(instances):
         # a copy: another thread may import while this one walks
         for name, found in namespace(holder).copy().items():
             inner = found.__func__ if type(found) is staticmethod else found
@@ -121,7 +121,7 @@ def _walk(swaps: Sequence[Swap], direction: Callable[[Swap, Any], Any], instance
                 swap.places.append(Place(weak(holder), name))
 
 
-def _holders(instances: Iterable[Any]) -> Iterator[Any]:
+def spaces(instances: Iterable[Any] = ()) -> Iterator[Any]:
     """Every module once, however many names it goes by, every class found in one, then the instances."""
     seen = set()
     for module in sys.modules.copy().values():

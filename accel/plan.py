@@ -23,7 +23,7 @@ from accel import dispatch, environment, holders, matrix, patch
 from accel.adapters import ADAPTERS
 from accel.matrix import MatrixError
 from accel.standin import StandIn, vacant
-from accel.tables import Closure, Holder, Parameters, PatchPoint, Target, VersionRange, one_of
+from accel.tables import Closure, Holder, Parameters, PatchPoint, Target, VersionRange, look_up, one_of
 
 log = logging.getLogger("accel")
 
@@ -247,7 +247,7 @@ def _find(point: PatchPoint, installed: str, loaded: dict[str, ModuleType | Exce
         # a package built for another torch is as good as none
         raise Refused(reason, absent=may_lack and isinstance(module, ImportError | OSError)) from module
     try:
-        return point.found_in(module)
+        return look_up(module, point.attribute)
     except KeyError:
         raise Refused(f"{installed}: {point.module} has no {point.attribute}") from None
 

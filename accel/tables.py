@@ -26,6 +26,14 @@ def one_of(patterns: Iterable[str]) -> Callable[[str], bool]:
     return lambda name: matches(name) is not None
 
 
+def look_up(module: ModuleType, attribute: str) -> Any:
+    """What a module has under a patch point's attribute; KeyError where it has nothing."""
+    found: Any = module
+    for name in attribute.split("."):
+        found = vars(found)[name]
+    return found
+
+
 class Parameters(str):
     """A parameter list without annotations, as `inspect.signature` would print it: "x, weight=None, **kwargs"."""
 
@@ -60,13 +68,6 @@ class PatchPoint:
 
     def owns(self, module: str) -> bool:
         return fnmatch.fnmatchcase(module, self.module)
-
-    def found_in(self, module: ModuleType) -> Any:
-        """What a module has in its place; KeyError where it has nothing."""
-        found: Any = module
-        for name in self.attribute.split("."):
-            found = vars(found)[name]
-        return found
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,6 @@ def main(
         scopes = presence.variants(found, "transformers")
         facts["restored"] = presence.restores(found, scopes)
         for mode in modes.split(","):
-            torch._dynamo.reset()
             mode_rows(model, scopes, prompt, mode, tokens, rounds, rows)
             facts[family] = {"config": model.config.to_diff_dict(), "kernels": kernels(model)}
             results.write(out, "e2e_transformers_step", rows, model=facts)

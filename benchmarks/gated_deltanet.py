@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from accel.bench.cases import require
-from accel.bench.fla_switch import owners
+from accel.bench.fla_switch import owner
 
 LAYER = "fla.layers.gated_deltanet"
 TINY = {"hidden_size": 64, "num_heads": 2, "head_dim": 16, "vocab_size": 128, "intermediate_size": 64}
@@ -39,7 +39,7 @@ def stub_conv(x: Tensor, initial_state: Tensor | None = None, **_: object) -> tu
 def stubbed() -> Iterator[None]:
     """Every short convolution of a decode step returns its input: the bound for what a faster one can give."""
     name = "causal_conv1d_update"
-    with mock.patch.object(importlib.import_module(owners()[name]), name, stub_update):
+    with mock.patch.object(owner(name), name, stub_update):
         yield
 
 

@@ -15,6 +15,7 @@ import torch
 from triton.runtime import driver
 
 from accel import accelerated, matrix, record_routes, triton_cpu
+from accel.bench.fla_switch import FlaSwitch
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     triton_cpu.install()
@@ -174,16 +175,16 @@ class Decoder:
         """A step as the layer makes it, compared with the reference; its routes."""
         x = normal(self.device, torch.bfloat16, *self.shape)
         before, layer = self.cache.clone(), self.layer
-        given = self.options | {"cache": self.cache} | options
+        given = self.options | options
         with mock.patch.object(self.owner, "rearrange", self.counting), record_routes() as routes:
-            y, returned = layer(x, **given)
+            y, returned = layer(x, cache=self.cache, **given)
         assert returned is (self.cache if given["output_final_state"] else None) and y.shape == x.shape
         residual = None if (found := given.get("residual")) is None else found.reshape(3, D)
         rows = dict(residual=residual, activation=layer.activation)
-        state, weight = given["cache"], layer.weight.squeeze(1)
+        weight = layer.weight.squeeze(1)
         exact, expected = reference.causal_conv1d_update(x.reshape(3, D), before, weight, layer.bias, **rows)
         torch.testing.assert_close(y.reshape(3, D).double(), exact, rtol=2e-2, atol=2e-2)
-        assert state is None or torch.equal(state.double(), expected)
+        assert torch.equal(self.cache.double(), expected)
         return [f"{route.callable}={route}" for route in routes]
 
 
@@ -400,3 +401,16 @@ def test_the_prefill_state_goes_on_in_decode(device):
     (_, state), (_, our_state), routes = both(hand_over)
     assert routes == [f"causal_conv1d={backend(device)}", f"causal_conv1d_update={backend(device)}"]
     assert torch.equal(state, our_state)
+
+
+def test_the_switch_of_the_benchmarks_reaches_the_layer_too():
+    own = ShortConvolution.step, upstream.causal_conv1d_update
+    switch = FlaSwitch()
+    try:
+        assert (ShortConvolution.step is not own[0]) == STEP and upstream.causal_conv1d_update is not own[1]
+        with switch.original():
+            assert (ShortConvolution.step, upstream.causal_conv1d_update) == own
+        assert (ShortConvolution.step is not own[0]) == STEP
+    finally:
+        said = switch.restore_gate()
+    assert said.startswith("restored") and (ShortConvolution.step, upstream.causal_conv1d_update) == own

@@ -301,6 +301,7 @@ warnings.simplefilter("ignore")
 import torch
 from accel import matrix, record_routes
 from accel.switch import accelerate, accelerate_fla, is_accelerated, restore
+from accel.tables import look_up
 import fla.modules
 from fla.modules import ShortConvolution
 from fla.modules.convolution import causal_conv1d_update as taken
@@ -308,7 +309,7 @@ from fla.modules.convolution import causal_conv1d_update as taken
 REACHED = {reached}
 row = next(row for row in matrix.load().targets["short_conv"].ranges if fla.__version__ in map(str, row.proven))
 owners = {{point.attribute: importlib.import_module(point.module) for point in row.callables}}
-held = lambda: {{point.attribute: point.found_in(owners[point.attribute]) for point in row.callables}}
+held = lambda: {{point.attribute: look_up(owners[point.attribute], point.attribute) for point in row.callables}}
 originals = held()
 describe = lambda f: (inspect.signature(f), f.__name__, f.__qualname__, f.__module__, f.__doc__)
 described = {{name: describe(function) for name, function in originals.items()}}

@@ -77,10 +77,19 @@ WRONG = {
             module: causal_conv1d.lost
 """,
 }
-DIFF = """\
+
+
+def line_of(text):
+    """The number of the matrix's line at which `text` first begins."""
+    return TEXT[: TEXT.index(text)].count("\n") + 1
+
+
+FIRST = line_of("        callables:\n          - &fn\n")
+SECOND = line_of("          - attribute: causal_conv1d_bwd_function\n            module: causal_conv1d.cpp_functions\n")
+DIFF = f"""\
 --- a/compat_matrix.yaml
 +++ b/compat_matrix.yaml
-@@ -181,7 +181,7 @@
+@@ -{FIRST},7 +{FIRST},7 @@
          callables:
            - &fn
              attribute: causal_conv1d_fn
@@ -89,7 +98,7 @@ DIFF = """\
              adapter: causal_conv1d.causal_conv1d_fn
              parameters: x, weight, bias=None, seq_idx=None, initial_states=None, return_final_states=False,
                final_states_out=None, activation=None
-@@ -219,13 +219,10 @@
+@@ -{SECOND},13 +{SECOND},10 @@
            - attribute: causal_conv1d_bwd_function
              module: causal_conv1d.cpp_functions
              adapter: causal_conv1d.causal_conv1d_bwd_function

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 from packaging.version import Version
 
 import accel
-from accel import environment, matrix
-from accel.tables import PatchPoint
+from accel import environment, matrix, patch
+from accel.tables import PatchPoint, look_up
 
 
 def importable(*names: str) -> Callable[[], str | None]:
@@ -30,26 +30,25 @@ def importable(*names: str) -> Callable[[], str | None]:
 
 
 @cache
-def points() -> tuple[PatchPoint, ...]:
-    """The conv callables of the installed FLA, as the matrix has them; ModuleNotFoundError without one."""
+def points() -> dict[str, PatchPoint]:
+    """The conv callables of the installed FLA by name, as the matrix has them; ModuleNotFoundError without one."""
     target = matrix.load().targets["short_conv"]
     version = environment.distribution_version(target.distribution)
     row = target.range_of(Version(version)) if version else None
     if row is None:
         raise ModuleNotFoundError(f"{target.distribution} {version} is not served" if version else "not installed")
-    return row.callables
+    return {point.attribute: point for point in row.callables}
 
 
-@cache
-def owners() -> dict[str, str]:
-    """The module of each of them."""
-    return {point.attribute: point.module for point in points()}
+def owner(name: str) -> ModuleType:
+    """The module whose globals FLA's own code reads the callable from."""
+    return importlib.import_module(points()[name].module)
 
 
 @cache
 def fla_missing() -> str | None:
     try:
-        return importable(*owners().values())()
+        return importable(*(point.module for point in points().values()))()
     except ModuleNotFoundError as error:
         return str(error)
 
@@ -61,18 +60,15 @@ class FlaSwitch:
     """
 
     def __init__(self) -> None:
-        functions = {id(fla(name)) for name in owners()}
-        modules = [module for name, module in tuple(sys.modules.items()) if name.startswith("fla.")]
-        held = (value for module in modules for value in vars(module).values())
-        classes = dict.fromkeys(value for value in held if isinstance(value, type))
-        bound = [(holder, name) for holder in (*modules, *classes) for name in vars(holder)]
-        self.slots = [(holder, name) for holder, name in bound if id(vars(holder)[name]) in functions]
+        functions = {id(fla(name)) for name in points()}
+        bound = [(holder, patch.namespace(holder).copy()) for holder in patch.spaces()]
+        self.slots = [(holder, name) for holder, held in bound for name in held if id(held[name]) in functions]
         self.found = self.current()
         accel.accelerate_fla(targets="short_conv", verbose=False)
         self.swapped = self.current()
 
     def current(self) -> list[Any]:
-        return [vars(holder)[name] for holder, name in self.slots]
+        return [patch.namespace(holder)[name] for holder, name in self.slots]
 
     def put(self, callables: list[Any]) -> None:
         for (holder, name), function in zip(self.slots, callables, strict=True):
@@ -88,7 +84,7 @@ class FlaSwitch:
 
     def swaps(self, name: str) -> bool:
         """Whether the owner of a callable holds ours now."""
-        index = self.slots.index((sys.modules[owners()[name]], name))
+        index = self.slots.index((owner(name), name))
         return self.found[index] is not self.swapped[index]
 
     def restore_gate(self) -> str:
@@ -137,4 +133,4 @@ def fla_gluon() -> Iterator[None]:
 
 
 def fla(name: str) -> Callable:
-    return next(point.found_in(importlib.import_module(point.module)) for point in points() if point.attribute == name)
+    return look_up(owner(name), name)

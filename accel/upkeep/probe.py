@@ -14,7 +14,7 @@ import types
 import warnings
 from typing import Any
 
-from accel.tables import Parameters
+from accel.tables import Parameters, look_up
 
 EXTENSIONS = ("causal_conv1d_cuda", "selective_scan_cuda")
 
@@ -35,13 +35,13 @@ def main() -> None:
 def _look(module: str, attribute: str) -> dict[str, Any]:
     """One place: the type of what it holds; of a function its parameters and who its own module says it is."""
     try:
-        value: Any = importlib.import_module(module)
+        owner = importlib.import_module(module)
     except Exception as error:  # an upstream may fail in any way while it is imported
         return {"error": f"{type(error).__name__}: {error}"}
-    for name in attribute.split("."):
-        if name not in vars(value):
-            return {"type": None}
-        value = vars(value)[name]
+    try:
+        value = look_up(owner, attribute)
+    except KeyError:
+        return {"type": None}
     if not isinstance(value, types.FunctionType):
         return {"type": type(value).__name__}
     return {
